@@ -1,0 +1,193 @@
+"""Durable and careful file operations on the staging disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_tiering.errors import CapacityError, ConfigError
+from ckpt_tiering.model.digest import FileDigest, StreamDigest
+from ckpt_tiering.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "boot_id",
+    "digest_file",
+    "ensure_local_filesystem",
+    "ensure_room",
+    "free_bytes",
+    "fsync_directory",
+    "make_private",
+    "remove_tree",
+    "tree_bytes",
+    "write_atomically",
+]
+
+_TEMPORARY_SUFFIX = ".tmp"
+
+# SQLite's WAL needs memory shared by all its users, which these can't give between nodes; and a
+# staging disk that is not the node's own would make every node's agent fight for one lock.
+_NETWORK_FILESYSTEMS = frozenset(
+    [
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "fuse.gcsfuse",
+        "fuse.glusterfs",
+        "fuse.s3fs",
+        "fuse.sshfs",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "nfs",
+        "nfs4",
+        "ocfs2",
+        "pvfs2",
+        "smb3",
+        "smbfs",
+        "wekafs",
+    ]
+)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the entries of a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_private(path: Path) -> Path:
+    """Create a directory, and its parents, that only its owner can enter."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"directory {path} can't be made: {error.strerror}",
+            hint="give a writable directory on a node-local disk as staging",
+        ) from error
+    return path
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace a file as a whole: readers see the old bytes or the new ones, never a part.
+
+    Args:
+        path: The file.
+        data: Its new contents.
+        durable: Also survive a power cut (fsync of file and directory).
+    """
+    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.replace(path)
+    if durable:
+        fsync_directory(path.parent)
+
+
+def remove_tree(path: Path, *, inside: Path) -> None:
+    """Delete a directory tree; a missing one is no error. Never follows links.
+
+    Args:
+        path: What to delete.
+        inside: A directory that must contain it, as a guard against wrong paths.
+
+    Raises:
+        ValueError: ``path`` is not below ``inside``.
+    """
+    if not path.absolute().is_relative_to(inside.absolute()) or path == inside:
+        raise ValueError(f"{path} is not below {inside}")
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _walk(path: Path) -> Iterator[os.stat_result]:
+    for directory, _, names in os.walk(path):
+        for name in names:
+            try:
+                yield os.lstat(os.path.join(directory, name))  # noqa: PTH118  hot loop
+            except FileNotFoundError:
+                continue
+
+
+def tree_bytes(path: Path) -> int:
+    """Return the bytes that the files of a tree take on disk."""
+    return sum(s.st_blocks * 512 for s in _walk(path) if stat.S_ISREG(s.st_mode))
+
+
+def digest_file(path: Path, part_bytes: int) -> FileDigest:
+    """Read a file once and return its digest, with parts of ``part_bytes``."""
+    stream = StreamDigest(part_bytes)
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(MIB):
+            stream.update(chunk)
+    return stream.digest()
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that this user may still write to the file system of ``path``."""
+    return shutil.disk_usage(path).free
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this boot, so that pids of an earlier boot mean nothing."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _filesystem_type(path: Path) -> str:
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        fields = line.split(" ")
+        mount = fields[1].replace("\\040", " ")
+        inside = path == Path(mount) or path.is_relative_to(mount)
+        if inside and len(mount) >= len(best):
+            best, kind = mount, fields[2]
+    return kind
+
+
+def ensure_local_filesystem(path: Path, *, kind: str | None = None) -> None:
+    """Refuse a network file system as staging disk.
+
+    Args:
+        path: An existing directory.
+        kind: Type of its file system, as in ``/proc/self/mounts``; looked up by default.
+
+    Raises:
+        ConfigError: ``path`` lies on a network file system.
+    """
+    kind = kind or _filesystem_type(path.resolve())
+    if kind.lower() in _NETWORK_FILESYSTEMS:
+        raise ConfigError(
+            f"staging directory {path} lies on a network file system ({kind})",
+            hint="give a directory on a disk of the node itself, such as its NVMe",
+        )
+
+
+def ensure_room(path: Path, wanted_bytes: int) -> None:
+    """Refuse to start writing what can't fit.
+
+    Raises:
+        CapacityError: Less than ``wanted_bytes`` are free.
+    """
+    free = free_bytes(path)
+    if free < wanted_bytes:
+        raise CapacityError(
+            f"staging disk of {path} has {free} bytes free, {wanted_bytes} are needed",
+            hint="free space, or set nvme_budget lower so that durable saves are evicted earlier",
+        )

@@ -1,0 +1,1 @@
+"""Plain values: names, digests, manifests, states. No I/O."""

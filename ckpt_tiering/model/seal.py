@@ -1,0 +1,75 @@
+"""The seal: what a rank writes last, to say that its shard of a save is staged and whole.
+
+It is the only thing that passes from a trainer to the agent. A message over the socket merely says
+that there is one; an agent that was not running finds it by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ckpt_tiering.errors import FormatError
+from ckpt_tiering.model.manifest import FileEntry, Metadata
+
+__all__ = ["Seal", "decode_seal"]
+
+
+class Seal(BaseModel):
+    """One rank's staged shard.
+
+    Attributes:
+        run: URL of the run's root.
+        store_options: How to reach the store (no secrets), as given to the trainer.
+        save_id: The save.
+        name: The user's name for the save; None if none was given.
+        metadata: The user's own facts about the save.
+        snapshot_at: When the state was captured, seconds since the epoch.
+        staged_at: When the shard was complete on NVMe.
+        rank: Global rank.
+        ranks_on_node: Number of ranks of this node that seal a shard of this save.
+        node_rank: Rank of this node.
+        num_nodes: Number of nodes that seal shards of this save.
+        part_bytes: Length of the parts that the digests are of.
+        files: Files, links and directories, with digests; objects are assigned later.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Literal[1] = 1
+    run: str
+    store_options: dict[str, str | None]
+    save_id: str
+    name: str | None
+    metadata: Metadata
+    snapshot_at: float
+    staged_at: float
+    rank: Annotated[int, Field(ge=0)]
+    ranks_on_node: Annotated[int, Field(ge=1)]
+    node_rank: Annotated[int, Field(ge=0)]
+    num_nodes: Annotated[int, Field(ge=1)]
+    part_bytes: Annotated[int, Field(ge=1)]
+    files: tuple[FileEntry, ...]
+
+    def agrees_with(self, other: Seal) -> str | None:
+        """Return the name of the first field in which shards of one save must agree but don't."""
+        shared = ("run", "save_id", "name", "ranks_on_node", "node_rank", "num_nodes", "part_bytes")
+        return next((f for f in shared if getattr(self, f) != getattr(other, f)), None)
+
+    def encode(self) -> bytes:
+        """Write the seal as JSON."""
+        return self.model_dump_json().encode()
+
+
+def decode_seal(data: bytes, name: str) -> Seal:
+    """Read a seal.
+
+    Raises:
+        FormatError: The bytes are no seal: torn by a power cut, or of another version.
+    """
+    try:
+        return Seal.model_validate_json(data)
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        raise FormatError(f"{name} is not a seal: {first['msg']}", key=name) from error
