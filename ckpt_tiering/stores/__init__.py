@@ -1,0 +1,1 @@
+"""Where bytes rest: one protocol, and the stores that speak it."""
