@@ -1,0 +1,1 @@
+"""The agent's memory, on the NVMe."""
