@@ -1,0 +1,1 @@
+"""The process beside training that takes staged saves to the store."""

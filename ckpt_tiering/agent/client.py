@@ -1,0 +1,257 @@
+"""The trainer's side of the agent: starts it, talks to it, notices within moments when it is gone.
+
+Reaches no store and no SDK. Nothing here is needed for a staged save to be safe: the seal on NVMe
+is, and the next agent finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from ckpt_tiering.agent.protocol import (
+    Hello,
+    Reply,
+    Request,
+    Status,
+    Stop,
+    receive,
+    send,
+    socket_address,
+)
+from ckpt_tiering.errors import AgentError
+from ckpt_tiering.fsio import boot_id, make_private
+from ckpt_tiering.model.events import EventKind
+from ckpt_tiering.observe.bus import append_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpt_tiering.clock import Clock
+    from ckpt_tiering.model.layout import StagingLayout
+
+__all__ = ["AgentClient", "heartbeat_age", "read_status"]
+
+_log = logging.getLogger(__name__)
+
+START_WITHIN_S = 30.0
+REPLY_WITHIN_S = 30.0
+RESTART_INTERVAL_S = 5.0
+_POLL_S = 0.02
+_EXIT_ALREADY_RUNNING = 3
+
+
+def read_status(layout: StagingLayout) -> Status | None:
+    """Return the agent's status page; None if there is none. Never blocks on the agent."""
+    try:
+        return Status.model_validate_json(layout.status.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def heartbeat_age(status: Status, clock: Clock) -> float | None:
+    """Return the seconds since the agent's last sign of life; None if that was before a reboot."""
+    return clock.monotonic() - status.heartbeat if status.boot_id == boot_id() else None
+
+
+class AgentClient:
+    """Connection of one trainer process to its node's agent. Safe to use from several threads.
+
+    Args:
+        layout: The staging directory.
+        hello: How to introduce this trainer.
+        clock: For waiting.
+    """
+
+    def __init__(self, layout: StagingLayout, hello: Hello, clock: Clock) -> None:
+        self._layout = layout
+        self._hello = hello
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._last_start: float | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether an agent is at the other end, as far as is known."""
+        return self._connection is not None and self._pid == os.getpid()
+
+    def start(self) -> None:
+        """Connect to the agent, starting one if none runs. Blocks until it answers.
+
+        Raises:
+            AgentError: No agent could be started; the message has the end of its log.
+        """
+        with self._lock:
+            if self.is_connected:
+                return
+            self._pid = os.getpid()
+            self._closed = False
+            make_private(self._layout.staging)
+            make_private(self._layout.agent_dir)
+            connection = self._connect() or self._spawn()
+            reply = self._exchange(connection, self._hello)
+            if not reply.ok:
+                _log.info("replacing the agent of %s: %s", self._layout.staging, reply.error)
+                connection = self._replace(connection)
+            self._connection = connection
+            watcher = threading.Thread(
+                target=self._watch, args=(connection,), name="agent-watch", daemon=True
+            )
+            watcher.start()
+
+    def request(self, message: Request) -> bool:
+        """Tell the agent something; return False if it is not there to hear it.
+
+        Raises:
+            AgentError: The agent refused the message.
+        """
+        with self._lock:
+            if not self.is_connected:
+                return False
+            assert self._connection is not None
+            try:
+                reply = self._exchange(self._connection, message)
+            except (OSError, AgentError) as error:
+                _log.warning("the agent of %s does not answer: %s", self._layout.staging, error)
+                return False
+        if not reply.ok:
+            raise AgentError(f"the agent refused {message.kind!r}: {reply.error}")
+        return True
+
+    def close(self) -> None:
+        """Leave; the agent goes on with what is staged."""
+        with self._lock:
+            self._closed = True
+            if self._connection is not None and self._pid == os.getpid():
+                self._connection.shutdown(socket.SHUT_RDWR)
+                self._connection.close()
+            self._connection = None
+            if self._process is not None:
+                self._process.poll()
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(REPLY_WITHIN_S)
+        try:
+            with socket_address(self._layout.agent_dir) as address:
+                connection.connect(address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return None
+        return connection
+
+    def _spawn(self) -> socket.socket:
+        self._last_start = self._clock.monotonic()
+        command = [sys.executable, "-P", "-m", "ckpt_tiering.agent"]
+        with self._layout.log.open("ab") as log:
+            # A session of its own, and never multiprocessing: that would import the training
+            # script again, and end with it.
+            self._process = subprocess.Popen(
+                [*command, "--staging", str(self._layout.staging)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = self._last_start + START_WITHIN_S
+        while self._clock.monotonic() < deadline:
+            connection = self._connect()
+            if connection is not None:
+                return connection
+            code = self._process.poll()
+            if code not in (None, _EXIT_ALREADY_RUNNING):
+                break
+            self._clock.sleep(_POLL_S)
+        raise AgentError(
+            f"the agent of {self._layout.staging} did not start (exit code "
+            f"{self._process.poll()}); its log ends with: {_tail(self._layout.log)}",
+            hint=f"run `ckpt-tiering agent --staging {self._layout.staging}` to see why",
+        )
+
+    def _replace(self, old: socket.socket) -> socket.socket:
+        """Have an agent of another release step aside, and start one of ours."""
+        self._exchange(old, Stop())
+        hung_up = select.poll()
+        hung_up.register(old, select.POLLRDHUP)
+        if not hung_up.poll(START_WITHIN_S * 1000):
+            raise AgentError(
+                f"an agent of another release serves {self._layout.staging} and does not stop",
+                hint="kill it; what is staged is safe, and the next agent goes on with it",
+            )
+        old.close()
+        connection = self._spawn()
+        reply = self._exchange(connection, self._hello)
+        if not reply.ok:
+            raise AgentError(f"the agent refused this trainer: {reply.error}")
+        return connection
+
+    @staticmethod
+    def _exchange(connection: socket.socket, message: Request) -> Reply:
+        send(connection, message)
+        return Reply.model_validate_json(receive(connection))
+
+    def _watch(self, connection: socket.socket) -> None:
+        """Wait until the other end hangs up; then report it and start another agent."""
+        hung_up = select.poll()
+        hung_up.register(connection, select.POLLRDHUP)
+        hung_up.poll()
+        with self._lock:
+            if self._closed or self._connection is not connection:
+                return
+            self._connection = None
+            connection.close()
+        ended = self._how_it_ended()
+        _log.error("the agent of %s is gone (%s); starting another", self._layout.staging, ended)
+        self._report(EventKind.AGENT_LOST, error=ended)
+        self._restart()
+
+    def _how_it_ended(self) -> str:
+        if self._process is None:
+            return "it was started by another process"
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its socket but still runs"
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _restart(self) -> None:
+        while not self._closed:
+            last = self._last_start
+            now = self._clock.monotonic()
+            if last is not None and now - last < RESTART_INTERVAL_S:
+                self._clock.sleep(RESTART_INTERVAL_S - (now - last))
+            try:
+                if not self._closed:
+                    self.start()
+            except (OSError, AgentError) as error:
+                _log.error("the agent of %s can't be started: %s", self._layout.staging, error)
+                self._last_start = self._clock.monotonic()
+                continue
+            self._report(EventKind.AGENT_RESTARTED)
+            return
+
+    def _report(self, kind: EventKind, **fields: str) -> None:
+        record = {"kind": kind, "at": self._clock.now(), "run": self._hello.run, **fields}
+        try:
+            append_line(self._layout.events, record)
+        except OSError as error:
+            _log.warning("event %s can't be logged: %s", kind, error)
+
+
+def _tail(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[-800:].strip() or "(nothing)"
+    except OSError:
+        return "(no log)"

@@ -1,0 +1,264 @@
+"""The agent: takes staged saves to the store, one step at a time, until nothing is left to do.
+
+Two threads of its own beside those of requests and connections: the *worker*, which is the only one
+that moves saves, and the *pulse*, which writes the status page and the event log.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+from pathlib import Path
+
+from ckpt_tiering import __version__
+from ckpt_tiering.agent.advance import Advancer
+from ckpt_tiering.agent.protocol import (
+    PROTOCOL_VERSION,
+    AgentSettings,
+    Drop,
+    Hello,
+    Pin,
+    Request,
+    Sealed,
+    Stop,
+)
+from ckpt_tiering.agent.removals import Removals
+from ckpt_tiering.agent.server import Server
+from ckpt_tiering.agent.sessions import Sessions, StoreOpener
+from ckpt_tiering.agent.statuspage import PENDING_STATES, status_page
+from ckpt_tiering.clock import Clock, SystemClock
+from ckpt_tiering.errors import AgentError, ErrorKind
+from ckpt_tiering.flow.meter import Meter
+from ckpt_tiering.fsio import boot_id, free_bytes, remove_tree, write_atomically
+from ckpt_tiering.journal.journal import Journal
+from ckpt_tiering.model.events import Event, EventKind
+from ckpt_tiering.model.ids import SaveId
+from ckpt_tiering.model.layout import SEAL_NAME, StagingLayout, StoreUrl
+from ckpt_tiering.model.lifecycle import SaveState
+from ckpt_tiering.observe.bus import EventLog
+from ckpt_tiering.pipeline.admit import admit, staged_directories
+from ckpt_tiering.retention import evictable
+from ckpt_tiering.stores.opening import open_store
+
+__all__ = ["Agent"]
+
+PULSE_S = 0.5
+FIRST_TRAINER_WITHIN_S = 30.0
+LEASE_S = 60.0
+NVME_SHARE = 0.8
+
+
+class Agent:
+    """The background process of a node, without the process.
+
+    Args:
+        layout: The staging directory; the caller holds its lock.
+        clock: Where time comes from.
+        opener: How stores are opened.
+        journal: The journal; opened at its place by default.
+        stays: Keep running when there is nothing to do and no trainer.
+    """
+
+    def __init__(
+        self,
+        layout: StagingLayout,
+        *,
+        clock: Clock | None = None,
+        opener: StoreOpener = open_store,
+        journal: Journal | None = None,
+        stays: bool = False,
+    ) -> None:
+        self._layout = layout
+        self._clock = clock or SystemClock()
+        self._journal = journal or Journal(layout.journal, owner=secrets.token_hex(8))
+        self._stays = stays
+        self._settings = AgentSettings()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._news = threading.Event()
+        self._new_settings: AgentSettings | None = None
+        self._meter = Meter()
+        self._log = EventLog(self._journal, layout.events)
+        self._sessions = Sessions(
+            self._journal, self._clock, self._stop, self._meter, opener=opener
+        )
+        self._advancer = Advancer(self._journal, self._sessions, self._clock, layout.staging)
+        self._removals = Removals(self._journal, self._sessions, self._clock)
+        self._server = Server(layout.agent_dir, self._handle, self._wake.set)
+        self._boot_id = boot_id()
+        self._alone_since: float | None = self._clock.monotonic()
+
+    # --- what others ask of it ---------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask the agent to finish the parts in hand and end. Safe in a signal handler."""
+        self._stop.set()
+        self._wake.set()
+
+    def _handle(self, request: Request) -> None:
+        match request:
+            case Hello():
+                self._greet(request)
+            case Sealed():
+                self._take_in(Path(request.directory))
+            case Drop():
+                self._journal.request_removal(
+                    request.run,
+                    request.store_options,
+                    save_id=request.save_id,
+                    name=request.name,
+                    not_of=request.not_of,
+                )
+            case Pin():
+                self._journal.pin(request.run, request.save_ids)
+            case Stop():
+                self.stop()
+        self._wake.set()
+
+    def _take_in(self, directory: Path) -> None:
+        """Put a sealed save into the journal before the trainer gets its answer."""
+        if directory.is_relative_to(self._layout.runs_dir) and directory.is_dir():
+            admit(self._journal, directory, self._clock.now(), check_digests=False)
+            self._news.set()
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION or hello.release != __version__:
+            raise AgentError(
+                f"this agent is of release {__version__}, the trainer of {hello.release}",
+                kind=ErrorKind.AGENT_VERSION,
+            )
+        self._new_settings = hello.settings
+        self._sweep_torn(StoreUrl.parse(hello.run), hello.incarnation)
+
+    def _sweep_torn(self, url: StoreUrl, incarnation: str) -> None:
+        """Delete what earlier starts of a run began to stage and never sealed."""
+        saves = self._layout.run_dir(url) / "saves"
+        for directory in sorted(saves.iterdir()) if saves.is_dir() else ():
+            if f"-{incarnation}" in directory.name:
+                continue
+            if any((shard / SEAL_NAME).exists() for shard in directory.iterdir()):
+                continue
+            event = Event(
+                kind=EventKind.TORN,
+                at=self._clock.now(),
+                run=str(url),
+                save_id=directory.name,
+                fields={"error": "never sealed: its trainer died while staging it"},
+            )
+            self._journal.emit(event)
+            remove_tree(directory, inside=self._layout.staging)
+
+    # --- the worker --------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until stopped, or until there is nothing left to do. Blocks."""
+        self._journal.reclaim()
+        self._say(EventKind.AGENT_STARTED, pid=os.getpid(), release=__version__)
+        for directory in staged_directories(self._layout):
+            admit(self._journal, directory, self._clock.now(), check_digests=True)
+        self._server.start()
+        done = threading.Event()
+        pulse = threading.Thread(target=self._pulse, args=(done,), name="pulse")
+        pulse.start()
+        try:
+            while not self._stop.is_set() and not self._finished():
+                self._turn()
+        finally:
+            self._server.close()
+            self._sessions.close()
+            self._say(EventKind.AGENT_STOPPED, pid=os.getpid(), pending=len(self._pending()))
+            done.set()
+            self._news.set()
+            pulse.join()
+            self._journal.close()
+
+    def _turn(self) -> None:
+        self._wake.clear()
+        settings, self._new_settings = self._new_settings, None
+        if settings is not None:
+            self._settings = settings
+            self._sessions.configure(settings)
+        save = self._journal.claim(self._clock.now(), LEASE_S)
+        if save is not None:
+            self._advancer.advance(save)
+            self._news.set()
+            if save.state is SaveState.PUBLISHED:
+                self._evict()
+        elif not self._removals.work():
+            due = self._journal.next_due()
+            wait_s = PULSE_S if due is None else min(PULSE_S, due - self._clock.now())
+            self._clock.wait(self._wake, max(0.01, wait_s))
+
+    def _evict(self) -> None:
+        """Delete staged copies of durable saves until the staging disk keeps its budget."""
+        rows = [s for s in self._journal.saves() if s.on_nvme and Path(s.directory).exists()]
+        used = sum(s.total_bytes for s in rows)
+        budget = self._settings.nvme_budget or int(
+            NVME_SHARE * (free_bytes(self._layout.staging) + used)
+        )
+        by_id = {
+            (s.run, SaveId.parse(s.save_id)): s
+            for s in rows
+            if s.state in {SaveState.DURABLE, SaveState.SETTLED}
+        }
+        for run in {run for run, _ in by_id}:
+            sizes = [(i, s.total_bytes) for (r, i), s in by_id.items() if r == run]
+            for save_id in evictable(sizes, used, budget):
+                row = by_id[run, save_id]
+                remove_tree(Path(row.directory), inside=self._layout.staging)
+                event = Event(
+                    kind=EventKind.EVICTED,
+                    at=self._clock.now(),
+                    run=run,
+                    save_id=row.save_id,
+                    step=row.step,
+                    fields={"bytes": row.total_bytes},
+                )
+                self._journal.update(row, event, on_nvme=False)
+                used -= row.total_bytes
+
+    def _pending(self) -> list[str]:
+        return [s.save_id for s in self._journal.saves(states=PENDING_STATES)]
+
+    def _finished(self) -> bool:
+        """Tell whether to end: no trainer, and nothing to do or no time left to do it in."""
+        now = self._clock.monotonic()
+        if self._stays or self._server.trainers:
+            self._alone_since = None
+            return False
+        if self._alone_since is None:
+            self._alone_since = now
+        alone_s = now - self._alone_since
+        if not self._server.ever_had_trainers and alone_s < FIRST_TRAINER_WITHIN_S:
+            return False
+        busy = self._journal.next_due() is not None
+        return not busy or alone_s > self._settings.linger
+
+    # --- the pulse ---------------------------------------------------------------------------
+
+    def _pulse(self, done: threading.Event) -> None:
+        last = False
+        while not last:
+            last = done.is_set()
+            try:
+                self._write_status()
+                self._log.copy()
+            except OSError as error:  # a full disk: the page grows old, which is how it is seen
+                sys.stderr.write(f"status page or event log can't be written: {error}\n")
+            self._clock.wait(self._news, PULSE_S)
+            self._news.clear()
+
+    def _write_status(self) -> None:
+        page = status_page(
+            self._journal,
+            self._meter.read(),
+            pid=os.getpid(),
+            boot_id=self._boot_id,
+            heartbeat=self._clock.monotonic(),
+        )
+        write_atomically(self._layout.status, page.model_dump_json().encode(), durable=False)
+
+    def _say(self, kind: EventKind, **fields: str | float) -> None:
+        self._journal.emit(Event(kind=kind, at=self._clock.now(), fields=fields))

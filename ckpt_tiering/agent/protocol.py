@@ -1,0 +1,235 @@
+"""What trainer and agent say to each other over the Unix socket, and what the status page holds.
+
+Frames are a length (four bytes, big-endian) and JSON of that length. Every message is validated;
+no pickles. The socket lies in the staging directory, which only its owner can enter.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ckpt_tiering.errors import AgentError, FormatError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = [
+    "AgentSettings",
+    "Drop",
+    "Hello",
+    "Pin",
+    "Reply",
+    "Request",
+    "RunStatus",
+    "SaveStatus",
+    "Sealed",
+    "Status",
+    "Stop",
+    "parse_request",
+    "receive",
+    "send",
+    "socket_address",
+]
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+_LENGTH = struct.Struct(">I")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AgentSettings(_Message):
+    """What the agent takes from a trainer's configuration; see `TieringConfig`."""
+
+    concurrency: int = 4
+    max_bandwidth: int | None = None
+    nvme_budget: int | None = None
+    linger: float = 3600.0
+
+
+class Hello(_Message):
+    """First message of a trainer.
+
+    Attributes:
+        protocol: Version of this protocol.
+        release: Version of the package.
+        run: URL of the run's root.
+        incarnation: Token of this start of the job.
+        settings: The part of the configuration that concerns the agent; the newest trainer's holds.
+    """
+
+    kind: Literal["hello"] = "hello"
+    protocol: int = PROTOCOL_VERSION
+    release: str
+    run: str
+    incarnation: str
+    settings: AgentSettings
+
+
+class Sealed(_Message):
+    """There is a sealed shard in this directory of a save."""
+
+    kind: Literal["sealed"] = "sealed"
+    directory: str
+
+
+class Drop(_Message):
+    """Somebody wants a save, or all saves of a name, to go; fields as of `journal.rows.Removal`."""
+
+    kind: Literal["drop"] = "drop"
+    run: str
+    store_options: str
+    save_id: str = ""
+    name: str = ""
+    not_of: str = ""
+
+
+class Pin(_Message):
+    """These saves of a run must not go; replaces what was said before."""
+
+    kind: Literal["pin"] = "pin"
+    run: str
+    save_ids: tuple[str, ...]
+
+
+class Stop(_Message):
+    """Finish the parts in hand, then exit; the journal keeps the rest."""
+
+    kind: Literal["stop"] = "stop"
+
+
+class Reply(_Message):
+    """Answer to any message."""
+
+    ok: bool
+    error: str | None = None
+    release: str = ""
+
+
+Request = Annotated[Hello | Sealed | Drop | Pin | Stop, Field(discriminator="kind")]
+_requests: TypeAdapter[Request] = TypeAdapter(Request)
+
+
+class SaveStatus(_Message):
+    """One save on the status page; times are seconds since the epoch."""
+
+    save_id: str
+    step: int
+    name: str | None
+    state: str
+    total_bytes: int
+    snapshot_at: float
+    staged_at: float
+    started_at: float | None
+    uploaded_at: float | None
+    durable_at: float | None
+    error: str | None
+
+
+class RunStatus(_Message):
+    """One run on the status page.
+
+    Attributes:
+        run: URL of its root.
+        pending: Saves that are staged and not durable yet, oldest first.
+        failed: Saves that can't become durable.
+        durable: The newest durable saves that passed this node, newest first.
+    """
+
+    run: str
+    pending: tuple[SaveStatus, ...]
+    failed: tuple[SaveStatus, ...]
+    durable: tuple[SaveStatus, ...]
+
+
+class Status(_Message):
+    """The status page: a file that the agent replaces as a whole, twice a second.
+
+    Attributes:
+        release: Version of the agent's package.
+        pid: Its process.
+        boot_id: The boot that ``pid`` and ``heartbeat`` belong to.
+        heartbeat: Monotonic seconds of its last turn.
+        sent_bytes: Bytes handed to stores since it started.
+        retries: Requests that were repeated since it started.
+        throttled_s: Seconds that requests waited on purpose since it started.
+        runs: All runs that are staged here.
+    """
+
+    release: str
+    pid: int
+    boot_id: str
+    heartbeat: float
+    sent_bytes: int = 0
+    retries: int = 0
+    throttled_s: float = 0.0
+    runs: tuple[RunStatus, ...] = ()
+
+    def run(self, url: str) -> RunStatus:
+        """Return the status of a run; an empty one if nothing of it was ever staged here."""
+        empty = RunStatus(run=url, pending=(), failed=(), durable=())
+        return next((r for r in self.runs if r.run == url), empty)
+
+
+def parse_request(data: bytes) -> Request:
+    """Read a trainer's message.
+
+    Raises:
+        FormatError: It is none.
+    """
+    try:
+        return _requests.validate_json(data)
+    except ValidationError as error:
+        raise FormatError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
+
+
+def send(connection: socket.socket, message: BaseModel) -> None:
+    """Send one message. Blocks for as long as the socket's timeout allows."""
+    data = message.model_dump_json().encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        chunk = connection.recv(num_bytes - len(data))
+        if not chunk:
+            raise AgentError("the other side of the agent's socket closed the connection")
+        data += chunk
+    return bytes(data)
+
+
+def receive(connection: socket.socket) -> bytes:
+    """Return the payload of one frame. Blocks for as long as the socket's timeout allows.
+
+    Raises:
+        AgentError: The other side closed the connection.
+        FormatError: The frame is too long to be one of ours.
+    """
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise FormatError(f"a frame of {length} bytes is no message of ours")
+    return _exactly(connection, length)
+
+
+@contextmanager
+def socket_address(agent_dir: Path) -> Iterator[str]:
+    """Yield an address of the agent's socket that fits the kernel's limit of 108 bytes.
+
+    The path is taken relative to a descriptor of its directory, so that a staging directory may
+    lie as deep as it likes.
+    """
+    descriptor = os.open(agent_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/agent.sock"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""The status page: what the journal says, for trainers and the CLI to look at without asking."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tiering import __version__
+from ckpt_tiering.agent.protocol import RunStatus, SaveStatus, Status
+from ckpt_tiering.model.lifecycle import SaveState
+
+if TYPE_CHECKING:
+    from ckpt_tiering.flow.meter import Reading
+    from ckpt_tiering.journal.journal import Journal
+    from ckpt_tiering.journal.rows import SaveRow
+
+__all__ = ["PENDING_STATES", "status_page"]
+
+DURABLE_SHOWN = 32
+PENDING_STATES = (
+    SaveState.STAGED,
+    SaveState.UPLOADED,
+    SaveState.VERIFIED,
+    SaveState.PUBLISHED,
+)
+
+
+def _show(row: SaveRow) -> SaveStatus:
+    return SaveStatus(
+        save_id=row.save_id,
+        step=row.step,
+        name=row.name,
+        state=row.state,
+        total_bytes=row.total_bytes,
+        snapshot_at=row.snapshot_at,
+        staged_at=row.staged_at,
+        started_at=row.started_at,
+        uploaded_at=row.uploaded_at,
+        durable_at=row.durable_at,
+        error=row.error,
+    )
+
+
+def status_page(
+    journal: Journal, reading: Reading, *, pid: int, boot_id: str, heartbeat: float
+) -> Status:
+    """Describe all runs of a journal."""
+    runs = [
+        RunStatus(
+            run=run,
+            pending=tuple(_show(s) for s in journal.saves(run, PENDING_STATES)),
+            failed=tuple(_show(s) for s in journal.saves(run, (SaveState.FAILED,))),
+            durable=tuple(_show(s) for s in journal.newest_durable(run, DURABLE_SHOWN)),
+        )
+        for run in journal.runs()
+    ]
+    return Status(
+        release=__version__,
+        pid=pid,
+        boot_id=boot_id,
+        heartbeat=heartbeat,
+        sent_bytes=reading.sent_bytes,
+        retries=reading.retries,
+        throttled_s=reading.throttled_s,
+        runs=tuple(runs),
+    )

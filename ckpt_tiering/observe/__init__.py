@@ -1,0 +1,1 @@
+"""What happened, and how far durability lags behind."""
