@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from ckpt_tiering.agent.loop import Agent
+from ckpt_tiering.agent.loop import Agent, Until
 from ckpt_tiering.fsio import make_private
 from ckpt_tiering.model.layout import StagingLayout
 
@@ -73,7 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"an agent already serves {layout.staging}\n")
         return EXIT_ALREADY_RUNNING
     _yield_to_training()
-    serve(Agent(layout, stays=options.foreground), background=not options.foreground)
+    until: Until = "stopped" if options.foreground else "no_trainer"
+    serve(Agent(layout, until=until), background=not options.foreground)
     return 0
 
 

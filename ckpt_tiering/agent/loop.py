@@ -11,6 +11,7 @@ import secrets
 import sys
 import threading
 from pathlib import Path
+from typing import Literal
 
 from ckpt_tiering import __version__
 from ckpt_tiering.agent.advance import Advancer
@@ -42,7 +43,9 @@ from ckpt_tiering.pipeline.admit import admit, staged_directories
 from ckpt_tiering.retention import evictable
 from ckpt_tiering.stores.opening import open_store
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "Until"]
+
+Until = Literal["no_trainer", "idle", "stopped"]
 
 PULSE_S = 0.5
 FIRST_TRAINER_WITHIN_S = 30.0
@@ -58,7 +61,9 @@ class Agent:
         clock: Where time comes from.
         opener: How stores are opened.
         journal: The journal; opened at its place by default.
-        stays: Keep running when there is nothing to do and no trainer.
+        until: When to end by itself: ``no_trainer`` (nothing to do, and the trainers that came
+            are gone), ``idle`` (nothing to do), or ``stopped`` (never).
+        settings: Until a trainer brings its own.
     """
 
     def __init__(
@@ -68,13 +73,14 @@ class Agent:
         clock: Clock | None = None,
         opener: StoreOpener = open_store,
         journal: Journal | None = None,
-        stays: bool = False,
+        until: Until = "no_trainer",
+        settings: AgentSettings | None = None,
     ) -> None:
         self._layout = layout
         self._clock = clock or SystemClock()
         self._journal = journal or Journal(layout.journal, owner=secrets.token_hex(8))
-        self._stays = stays
-        self._settings = AgentSettings()
+        self._until = until
+        self._settings = settings or AgentSettings()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._news = threading.Event()
@@ -84,6 +90,7 @@ class Agent:
         self._sessions = Sessions(
             self._journal, self._clock, self._stop, self._meter, opener=opener
         )
+        self._sessions.configure(self._settings)
         self._advancer = Advancer(self._journal, self._sessions, self._clock, layout.staging)
         self._removals = Removals(self._journal, self._sessions, self._clock)
         self._server = Server(layout.agent_dir, self._handle, self._wake.set)
@@ -225,13 +232,14 @@ class Agent:
     def _finished(self) -> bool:
         """Tell whether to end: no trainer, and nothing to do or no time left to do it in."""
         now = self._clock.monotonic()
-        if self._stays or self._server.trainers:
+        if self._until == "stopped" or self._server.trainers:
             self._alone_since = None
             return False
         if self._alone_since is None:
             self._alone_since = now
         alone_s = now - self._alone_since
-        if not self._server.ever_had_trainers and alone_s < FIRST_TRAINER_WITHIN_S:
+        expecting = self._until == "no_trainer" and not self._server.ever_had_trainers
+        if expecting and alone_s < FIRST_TRAINER_WITHIN_S:
             return False
         busy = self._journal.next_due() is not None
         return not busy or alone_s > self._settings.linger
