@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt_tiering.clock import Clock, SystemClock
-from ckpt_tiering.errors import ConfigError, FormatError, IntegrityError, NotFoundError
+from ckpt_tiering.errors import (
+    ConfigError,
+    ErrorKind,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    TransientError,
+)
 from ckpt_tiering.flow.meter import Meter
 from ckpt_tiering.flow.retry import Retrier
 from ckpt_tiering.fsio import make_private, remove_tree
 from ckpt_tiering.model.catalog import SaveInfo, newest_named
 from ckpt_tiering.model.events import EventKind
+from ckpt_tiering.model.findings import Finding, Problem, SaveCheck
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import StagingLayout, StoreUrl, check_relative_path
 from ckpt_tiering.observe.bus import append_line
+from ckpt_tiering.pipeline.recheck import recheck
 from ckpt_tiering.pipeline.resolve import (
+    Catalog,
     WholeSave,
     all_infos,
+    catalog,
+    check_manifests,
+    commits,
     load_save,
-    missing_objects,
     newest,
     read_info,
 )
@@ -40,6 +53,8 @@ if TYPE_CHECKING:
     from ckpt_tiering.model.manifest import FileEntry
 
 __all__ = ["Reader"]
+
+_log = logging.getLogger(__name__)
 
 GIVE_UP_AFTER_S = 60.0
 MAX_WAIT_S = 10.0
@@ -80,19 +95,23 @@ class Reader:
     def _session(self, url: StoreUrl) -> Iterator[Session]:
         stop = threading.Event()
         meter = Meter()
+
+        def retried(error: TransientError, _attempts: int, wait_s: float) -> None:
+            meter.retried()
+            _log.info("trying again in %.1f s: %s", wait_s, error.message)
+
         retrier = Retrier(
             self._clock,
             stop,
             max_wait_s=MAX_WAIT_S,
             give_up_after_s=GIVE_UP_AFTER_S,
-            on_retry=lambda *_: meter.retried(),
+            on_retry=retried,
         )
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix="request") as pool:
+        store = open_store(url, self._options, concurrency=self._concurrency, capabilities=_READING)
+        with closing(store), ThreadPoolExecutor(self._concurrency, "request") as pool:
             try:
                 yield Session(
-                    store=open_store(
-                        url, self._options, concurrency=self._concurrency, capabilities=_READING
-                    ),
+                    store=store,
                     capabilities=_READING,
                     retrier=retrier,
                     pool=pool,
@@ -113,6 +132,16 @@ class Reader:
         """Return all durable saves, newest first."""
         with self._session(self._url) as session:
             return list(all_infos(session))
+
+    def catalog(self) -> Catalog:
+        """Return all durable saves, and what else lies where commits do."""
+        with self._session(self._url) as session:
+            return catalog(session)
+
+    def commits(self) -> tuple[list[SaveId], list[Finding]]:
+        """Return the ids of all durable saves, newest first, and foreign files; reads none."""
+        with self._session(self._url) as session:
+            return commits(session)
 
     def resolve(self, reference: str) -> SaveInfo:
         """Find a durable save; see `TieredCheckpointer.resolve`.
@@ -150,15 +179,8 @@ class Reader:
         return info
 
     def _by_id(self, root: StoreUrl, save_id: SaveId, reference: str) -> SaveInfo:
-        with self._session(root) as session:
-            try:
-                return read_info(session, save_id)
-            except NotFoundError as error:
-                raise NotFoundError(
-                    f"{reference!r}: save {save_id} is not durable: {root}/commits/ has no "
-                    "manifest of it",
-                    hint=f"`ckpt-tiering ls {root}` lists the saves that are",
-                ) from error
+        with self._session(root) as session, _named(root, save_id, reference):
+            return read_info(session, save_id)
 
     def _by_name(self, name: str, reference: str) -> SaveInfo:
         saves = self.saves()
@@ -183,10 +205,45 @@ class Reader:
         with self._session(StoreUrl.parse(save.run)) as session:
             return load_save(session, save.id)
 
-    def check_objects(self, save: SaveInfo) -> list[str]:
-        """Ask the store for each object of a save; return what is wrong with them."""
-        with self._session(StoreUrl.parse(save.run)) as session:
-            return missing_objects(session, load_save(session, save.id))
+    def verify(
+        self,
+        save_id: SaveId,
+        *,
+        deep: bool = False,
+        expect: Callable[[int], None] = lambda _: None,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> SaveCheck:
+        """Compare everything that the store has of a save of this run with its manifests.
+
+        Args:
+            save_id: The save.
+            deep: Download and digest every byte; otherwise the store is asked.
+            expect: Called with the number of bytes that there are, before the first is compared.
+            progress: Called with the number of bytes done, from several threads.
+
+        Raises:
+            NotFoundError: There is no such durable save, or it was deleted meanwhile.
+        """
+        with self._session(self._url) as session:
+            with _named(self._url, save_id, str(save_id)):
+                nodes, wrong = check_manifests(session, save_id)
+            if nodes is None:
+                return SaveCheck(save_id=str(save_id), readable=False, findings=tuple(wrong))
+            total = sum(o.size_bytes for n in nodes for o in n.objects)
+            expect(total)
+            report = recheck(session, nodes, deep=deep, progress=progress)
+            findings = [*wrong, *report.findings]
+            if any(f.problem is Problem.MISSING for f in findings):
+                with _named(self._url, save_id, str(save_id)):
+                    read_info(session, save_id)
+        return SaveCheck(
+            save_id=str(save_id),
+            readable=True,
+            findings=tuple(sorted(findings, key=lambda f: (f.key, f.start or 0))),
+            num_objects=sum(len(n.objects) for n in nodes),
+            total_bytes=total,
+            checked_by=report.checked_by,
+        )
 
     def restore(
         self,
@@ -276,6 +333,20 @@ class Reader:
             return
         record = {"kind": kind, "at": self._clock.now(), "run": save.run, "save_id": save.save_id}
         append_line(self._layout.events, {**record, "step": save.step, **fields})
+
+
+@contextmanager
+def _named(root: StoreUrl, save_id: SaveId, reference: str) -> Iterator[None]:
+    """Say which save it is that is not there."""
+    try:
+        yield
+    except NotFoundError as error:
+        if error.kind is ErrorKind.NO_SUCH_BUCKET:
+            raise
+        raise NotFoundError(
+            f"{reference!r}: save {save_id} is not durable: {root}/commits/ has no manifest of it",
+            hint=f"`ckpt-tiering ls {root}` lists the saves that are",
+        ) from error
 
 
 @contextmanager

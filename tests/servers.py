@@ -50,5 +50,6 @@ class MotoServer(S3Server):
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self.close_clients()
         self._process.kill()  # by its own handle; it has nothing to save
         self._process.communicate()

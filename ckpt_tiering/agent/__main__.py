@@ -15,7 +15,7 @@ from ckpt_tiering.agent.loop import Agent, Until
 from ckpt_tiering.fsio import make_private
 from ckpt_tiering.model.layout import StagingLayout
 
-__all__ = ["EXIT_ALREADY_RUNNING", "lock_staging", "main", "serve"]
+__all__ = ["EXIT_ALREADY_RUNNING", "lock_staging", "main", "serve", "yield_to_training"]
 
 EXIT_ALREADY_RUNNING = 3
 _NICEST = 19
@@ -38,7 +38,7 @@ def lock_staging(layout: StagingLayout) -> int | None:
     return descriptor
 
 
-def _yield_to_training() -> None:
+def yield_to_training() -> None:
     """Take only the processor time and disk bandwidth that nobody else wants."""
     os.nice(_NICEST)
     try:
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     if lock is None:
         sys.stderr.write(f"an agent already serves {layout.staging}\n")
         return EXIT_ALREADY_RUNNING
-    _yield_to_training()
+    yield_to_training()
     until: Until = "stopped" if options.foreground else "no_trainer"
     serve(Agent(layout, until=until), background=not options.foreground)
     return 0

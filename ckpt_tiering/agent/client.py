@@ -138,8 +138,6 @@ class AgentClient:
                 self._connection.shutdown(socket.SHUT_RDWR)
                 self._connection.close()
             self._connection = None
-            if self._process is not None:
-                self._process.poll()
 
     def _connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -165,6 +163,8 @@ class AgentClient:
                 stderr=log,
                 start_new_session=True,
             )
+        # It may outlive this client: somebody has to collect its exit status when it ends.
+        threading.Thread(target=self._process.wait, name="agent-reap", daemon=True).start()
         deadline = self._last_start + START_WITHIN_S
         while self._clock.monotonic() < deadline:
             connection = self._connect()

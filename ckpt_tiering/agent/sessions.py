@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,8 @@ class Sessions:
 
     def close(self) -> None:
         """Forget all sessions, so that the next use reads credentials and settings anew."""
+        for session in self._sessions.values():
+            session.store.close()
         self._sessions.clear()
         if self._pool is not None:
             self._pool.shutdown()
@@ -117,8 +120,8 @@ class Sessions:
         return session
 
     def _probe(self, url: StoreUrl, options: StoreOptions) -> Capabilities:
-        store = open_store(url, options)
-        return probe(store, new_incarnation(self._clock.now())).capabilities
+        with closing(open_store(url, options)) as store:
+            return probe(store, new_incarnation(self._clock.now())).capabilities
 
     def _throttle(self, num_bytes: int) -> None:
         if self._stop.is_set():

@@ -214,6 +214,11 @@ class ObjectStore(Protocol):
         ...
 
 
+    def close(self) -> None:
+        """Let go of connections; the next verb opens new ones."""
+        ...
+
+
 @runtime_checkable
 class TagsObjects(Protocol):
     """Optional ability of a store: tags."""

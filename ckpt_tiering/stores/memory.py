@@ -237,6 +237,9 @@ class MemoryStore:
             if self._upload(key, upload_id) is not None:
                 del self._bucket.uploads[upload_id]
 
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
     def tag(self, key: str, value: str) -> bool:
         """Set the tag of an object; return False if there is no such object."""
         if not self._behaves.tags:

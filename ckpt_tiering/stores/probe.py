@@ -35,7 +35,7 @@ from ckpt_tiering.stores.body import Body, BodyReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Finding", "ProbeReport", "probe"]
+__all__ = ["NEEDED", "Finding", "ProbeReport", "probe"]
 
 _DATA = b"ckpt-tiering probe: may be deleted"
 _OTHER = b"ckpt-tiering probe: must not be seen"
@@ -91,7 +91,7 @@ _LOST = {
     "list_uploads": "unknown uploads of dead jobs are not found; only recorded ones are ended",
     "delete": "nothing is ever deleted: retention and clean-up don't work",
 }
-_NEEDED = ("put", "head", "get", "list", "multipart")
+NEEDED = ("put", "head", "get", "list", "multipart")
 
 
 class _Lie(Body):
@@ -188,7 +188,7 @@ def probe(store: ObjectStore, token: str) -> ProbeReport:
         lists_uploads=run.ok("list_uploads"),
     )
     return ProbeReport(
-        capabilities=capabilities, findings=tuple(run.findings), usable=run.ok(*_NEEDED)
+        capabilities=capabilities, findings=tuple(run.findings), usable=run.ok(*NEEDED)
     )
 
 

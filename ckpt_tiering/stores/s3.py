@@ -153,10 +153,10 @@ class S3Store:
         options = {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         whole = start == 0 and end is None  # a range of an empty object is an error of S3
         answer = self._call("get", "get_object", key, **({} if whole else options))
-        if end is not None and answer["ContentLength"] < end - start:
-            raise IntegrityError(f"{self._name(key)} ends before byte {end}", op="get", key=key)
         body = answer["Body"]
         try:
+            if end is not None and answer["ContentLength"] < end - start:
+                raise IntegrityError(f"{self._name(key)} ends before byte {end}", op="get", key=key)
             while data := self._read(body, key):
                 yield data
         finally:
@@ -255,6 +255,11 @@ class S3Store:
         """Drop an upload and its parts; one that is gone is no error."""
         self._call_upload("abort_upload", "abort_multipart_upload", key, UploadId=upload_id)
 
+    def close(self) -> None:
+        """See `ObjectStore.close`."""
+        if self._client is not None:
+            self._forget(self._client)
+
     def tag(self, key: str, value: str) -> bool:
         """Set the tag of an object; return False if there is no such object."""
         tags = {"TagSet": [{"Key": TAG, "Value": value}]}
@@ -338,6 +343,7 @@ class S3Store:
         with self._lock:
             if self._client is client:
                 self._client = None
+        client.close()  # lets go of idle connections; requests of other threads go on
 
     def _name(self, key: str) -> str:
         return f"{self._url}/{key}".rstrip("/")

@@ -115,6 +115,10 @@ class WrapperStore:
         """See `ObjectStore.abort_upload`."""
         self.around("abort_upload", key, lambda: self.inner.abort_upload(key, upload_id))
 
+    def close(self) -> None:
+        """See `ObjectStore.close`."""
+        self.inner.close()
+
     def tag(self, key: str, value: str) -> bool:
         """See `TagsObjects.tag`; an error if the inner store has no tags."""
         inner = self.inner

@@ -57,9 +57,15 @@ class S3Server:
     access_key: str
     secret_key: str
 
+    def __init__(self) -> None:
+        self._clients: list[S3Client] = []
+        self._client: S3Client | None = None
+
     def client(self, **config: Any) -> S3Client:
-        """Return a new boto3 client; ``config`` is botocore's ``Config``."""
-        return boto3.session.Session().client(
+        """Return a boto3 client, closed with the server; ``config`` is botocore's ``Config``."""
+        if not config and self._client is not None:
+            return self._client
+        client = boto3.session.Session().client(
             "s3",
             endpoint_url=self.endpoint_url,
             aws_access_key_id=self.access_key,
@@ -67,6 +73,14 @@ class S3Server:
             region_name=REGION,
             config=Config(**config),
         )
+        self._clients.append(client)
+        self._client = self._client or (None if config else client)
+        return client
+
+    def close_clients(self) -> None:
+        """Close the connections of all clients that were handed out."""
+        for client in self._clients:
+            client.close()
 
     def new_bucket(self) -> str:
         """Create an empty bucket under a name never used before, and return the name."""
@@ -98,6 +112,7 @@ class WeedServer(S3Server):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.access_key = secrets.token_hex(10)
         self.secret_key = secrets.token_hex(20)
         self._cleanup = ExitStack()
@@ -117,6 +132,7 @@ class WeedServer(S3Server):
         raise RuntimeError(f"weed did not start in {START_ATTEMPTS} attempts:\n{log[-2000:]}")
 
     def __exit__(self, *_exc: object) -> None:
+        self.close_clients()
         self._cleanup.close()
 
     @property
@@ -127,6 +143,7 @@ class WeedServer(S3Server):
     def _spawn(self, home: Path) -> subprocess.Popen[bytes]:
         (home / "data").mkdir()
         ports = _free_ports(10)
+        self._client = None  # one of an earlier attempt asks at other ports
         self.endpoint_url = f"http://127.0.0.1:{ports[0]}"
         command = [_weed_binary(), "-logtostderr=true", "mini", *self._flags(home, ports)]
         with (home / "weed.log").open("wb") as log:
