@@ -100,16 +100,29 @@ class AgentClient:
             self._closed = False
             make_private(self._layout.staging)
             make_private(self._layout.agent_dir)
-            connection = self._connect() or self._spawn()
-            reply = self._exchange(connection, self._hello)
-            if not reply.ok:
-                _log.info("replacing the agent of %s: %s", self._layout.staging, reply.error)
-                connection = self._replace(connection)
+            connection = self._introduce()
             self._connection = connection
             watcher = threading.Thread(
                 target=self._watch, args=(connection,), name="agent-watch", daemon=True
             )
             watcher.start()
+
+    def _introduce(self) -> socket.socket:
+        """Connect and say hello; an agent that is just ending is not waited for but followed."""
+        deadline = self._clock.monotonic() + START_WITHIN_S
+        while True:
+            connection = self._connect() or self._spawn()
+            try:
+                reply = self._exchange(connection, self._hello)
+                if reply.ok:
+                    return connection
+                _log.info("replacing the agent of %s: %s", self._layout.staging, reply.error)
+                self._dismiss(connection)
+            except (OSError, AgentError):
+                if self._clock.monotonic() >= deadline:
+                    raise
+            connection.close()
+            self._clock.sleep(_POLL_S)
 
     def request(self, message: Request) -> bool:
         """Tell the agent something; return False if it is not there to hear it.
@@ -180,22 +193,16 @@ class AgentClient:
             hint=f"run `ckpt-tiering agent --staging {self._layout.staging}` to see why",
         )
 
-    def _replace(self, old: socket.socket) -> socket.socket:
-        """Have an agent of another release step aside, and start one of ours."""
-        self._exchange(old, Stop())
+    def _dismiss(self, connection: socket.socket) -> None:
+        """Have an agent of another release step aside."""
+        self._exchange(connection, Stop())
         hung_up = select.poll()
-        hung_up.register(old, select.POLLRDHUP)
+        hung_up.register(connection, select.POLLRDHUP)
         if not hung_up.poll(START_WITHIN_S * 1000):
             raise AgentError(
-                f"an agent of another release serves {self._layout.staging} and does not stop",
+                f"the agent of {self._layout.staging} is of another release and does not stop",
                 hint="kill it; what is staged is safe, and the next agent goes on with it",
             )
-        old.close()
-        connection = self._spawn()
-        reply = self._exchange(connection, self._hello)
-        if not reply.ok:
-            raise AgentError(f"the agent refused this trainer: {reply.error}")
-        return connection
 
     @staticmethod
     def _exchange(connection: socket.socket, message: Request) -> Reply:

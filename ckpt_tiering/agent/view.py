@@ -47,6 +47,7 @@ __all__ = [
 
 DURABLE_SHOWN = 32
 PAGE_WITHIN_S = 1.5  # three times the period of the status page
+STUCK_ATTEMPTS = 3  # what a second or third attempt overcomes needs nobody's attention
 SEALED = "sealed"  # staged and sealed, but no agent has taken it in yet
 
 AgentState = Literal["running", "silent", "gone", "none"]
@@ -132,7 +133,7 @@ class StatusFinding:
     """One thing that somebody should look at.
 
     Attributes:
-        problem: ``failed``, ``stuck`` (an error keeps it from going on), ``no_agent``,
+        problem: ``failed``, ``stuck`` (an error keeps coming back), ``no_agent``,
             ``agent_silent`` or ``journal`` (it can't be read). Append only.
         message: One sentence.
         run: The run, if it is about one.
@@ -366,7 +367,7 @@ def _findings(agent: AgentView, runs: tuple[RunView, ...]) -> Iterator[StatusFin
             why = f"save {save.save_id} failed for good: {save.error}"
             yield StatusFinding(problem="failed", message=why, run=run.run, save_id=save.save_id)
     for url, save in pending:
-        if save.error is not None:
+        if save.error is not None and (save.attempts is None or save.attempts >= STUCK_ATTEMPTS):
             why = f"save {save.save_id} can't go on: {save.error}"
             yield StatusFinding(problem="stuck", message=why, run=url, save_id=save.save_id)
     if agent.state == "silent":

@@ -78,7 +78,7 @@ def assert_whole_or_absent(url: str, target: Path) -> bool:
     seen = reader(url).latest()
     if seen is None:
         return False
-    assert reader(url).check_objects(seen) == []
+    assert reader(url).verify(seen.id).findings == ()
     reader(url).restore(seen, target)
     assert tree(target) == FILES
     return True
