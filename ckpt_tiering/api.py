@@ -181,7 +181,7 @@ class TieredCheckpointer:
 
     def _hand_over(self, staged: StagedSave, directory: Path, name: str | None) -> None:
         # The seal is what counts: an agent that does not hear this finds it by itself.
-        self._agent.request(Sealed(directory=str(directory)))
+        self._agent.tell(Sealed(directory=str(directory)))
         if name is not None:
             self.request_removal(name)
             self._names[name] = staged.save_id
@@ -220,10 +220,9 @@ class TieredCheckpointer:
         run = str(self._url)
         save_id = self._names.pop(name, None)
         if save_id is not None:
-            self._agent.request(Drop(run=run, store_options=options, save_id=save_id))
-        self._agent.request(
-            Drop(run=run, store_options=options, name=name, not_of=self._incarnation)
-        )
+            self._ledger.unwanted(save_id)
+            self._agent.tell(Drop(run=run, store_options=options, save_id=save_id))
+        self._agent.tell(Drop(run=run, store_options=options, name=name, not_of=self._incarnation))
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -302,7 +301,7 @@ class TieredCheckpointer:
 
     def _pin(self) -> None:
         if self._resumed is not None and self._resumed.run == str(self._url):
-            self._agent.request(Pin(run=self._resumed.run, save_ids=(self._resumed.save_id,)))
+            self._agent.tell(Pin(run=self._resumed.run, save_ids=(self._resumed.save_id,)))
 
     # --- waiting and looking -----------------------------------------------------------------
 

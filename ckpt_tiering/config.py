@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from ckpt_tiering.errors import ConfigError
 from ckpt_tiering.model.layout import StoreUrl
@@ -18,6 +26,8 @@ from ckpt_tiering.units import MIB, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from pydantic_core import ErrorDetails
 
 __all__ = ["TieringConfig", "load_config"]
 
@@ -29,7 +39,20 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 
 
 def _absolute(path: Any) -> Any:
+    if path == "":
+        raise ValueError("staging is empty; give a directory on a node-local disk")
     return Path(path).expanduser().absolute() if isinstance(path, str | Path) else path
+
+
+def _without_secret(address: str | None) -> str | None:
+    if address and "@" in address:
+        raise ValueError("endpoint_url holds credentials; give them as AWS_* variables")
+    return address
+
+
+def _store_url(url: str) -> str:
+    StoreUrl.parse(url)
+    return url
 
 
 class StoreOptions(BaseModel):
@@ -43,15 +66,9 @@ class StoreOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    endpoint_url: str | None = None
+    endpoint_url: Annotated[str | None, AfterValidator(_without_secret)] = None
     region: str | None = None
     profile: str | None = None
-
-    @model_validator(mode="after")
-    def _no_secret_in_address(self) -> StoreOptions:
-        if self.endpoint_url and "@" in self.endpoint_url:
-            raise ValueError("endpoint_url holds credentials; give them as AWS_* variables")
-        return self
 
 
 class TieringConfig(StoreOptions):
@@ -78,7 +95,7 @@ class TieringConfig(StoreOptions):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    store: str
+    store: Annotated[str, AfterValidator(_store_url)]
     staging: Annotated[Path, BeforeValidator(_absolute)]
     part_bytes: Bytes = Field(default=128 * MIB, ge=MIN_PART_BYTES, le=MAX_PART_BYTES)
     concurrency: int = Field(default=4, ge=1, le=64)
@@ -90,10 +107,9 @@ class TieringConfig(StoreOptions):
     on_failure: Literal["warn", "raise"] = "warn"
 
     @model_validator(mode="after")
-    def _normalise(self) -> TieringConfig:
-        url = StoreUrl.parse(self.store)
-        if self.endpoint_url and url.scheme != "s3":
-            raise ValueError(f"endpoint_url has no effect on a {url.scheme}:// store")
+    def _agrees(self) -> TieringConfig:
+        if self.endpoint_url and self.url.scheme != "s3":
+            raise ValueError(f"endpoint_url has no effect on a {self.url.scheme}:// store")
         return self
 
     @property
@@ -109,20 +125,19 @@ class TieringConfig(StoreOptions):
         )
 
 
-def _unknown_key(name: str, where: str) -> ConfigError:
+def _unknown(name: str, where: str) -> str:
     near = difflib.get_close_matches(name, TieringConfig.model_fields, n=1)
     known = ", ".join(TieringConfig.model_fields)
-    return ConfigError(
-        f"unknown option {name!r} {where}",
-        hint=f"did you mean {near[0]!r}?" if near else f"the options are {known}",
-    )
+    advice = f"did you mean {near[0]!r}?" if near else f"the options are {known}"
+    return f"unknown option {name!r} {where}: {advice}"
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"configuration file {path} can't be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"configuration file {path} can't be read: {why}") from error
     try:
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
@@ -135,16 +150,12 @@ def _from_file(path: Path) -> dict[str, Any]:
     return section
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for variable, value in environ.items():
-        if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE:
-            continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if name not in TieringConfig.model_fields:
-            raise _unknown_key(name, f"in the environment ({variable})")
-        values[name] = value
-    return values
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        variable.removeprefix(ENV_PREFIX).lower(): value
+        for variable, value in environ.items()
+        if variable.startswith(ENV_PREFIX) and variable != ENV_FILE
+    }
 
 
 def load_config(environ: Mapping[str, str] | None = None, **arguments: Any) -> TieringConfig:
@@ -162,23 +173,33 @@ def load_config(environ: Mapping[str, str] | None = None, **arguments: Any) -> T
     """
     environ = os.environ if environ is None else environ
     file = environ.get(ENV_FILE)
+    sources: list[tuple[str, dict[str, Any]]] = [
+        (f"in {file}", _from_file(Path(file)) if file else {}),
+        ("in the environment", _from_environment(environ)),
+        ("as an argument", {k: v for k, v in arguments.items() if v is not None}),
+    ]
     values: dict[str, Any] = {}
-    if file:
-        values = _from_file(Path(file))
-        for name in values:
-            if name not in TieringConfig.model_fields:
-                raise _unknown_key(name, f"in {file}")
-    values |= _from_environment(environ)
-    for name in arguments:
-        if name not in TieringConfig.model_fields:
-            raise _unknown_key(name, "")
-    values |= {name: value for name, value in arguments.items() if value is not None}
+    problems = []
+    for where, options in sources:
+        problems += [_unknown(n, where) for n in options if n not in TieringConfig.model_fields]
+        values |= {n: v for n, v in options.items() if n in TieringConfig.model_fields}
     try:
-        return TieringConfig(**values)
+        config = TieringConfig(**values)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}"
-            + ("" if e["type"] in {"missing", "value_error"} else f" (got {e['input']!r})")
-            for e in error.errors()
-        )
-        raise ConfigError(f"the configuration is not valid: {problems}") from error
+        problems += map(_problem, error.errors())
+        raise _invalid(problems) from error
+    if problems:
+        raise _invalid(problems)
+    return config
+
+
+def _problem(details: ErrorDetails) -> str:
+    where = ".".join(map(str, details["loc"])) or "configuration"
+    message = details["msg"].removeprefix("Value error, ").replace("\n  hint: ", "; ")
+    # What our own checks refuse may hold a secret; they say themselves what they saw.
+    own = details["type"] in {"missing", "value_error"}
+    return f"{where}: {message}" + ("" if own else f" (got {details['input']!r})")
+
+
+def _invalid(problems: list[str]) -> ConfigError:
+    return ConfigError(f"the configuration is not valid: {'; '.join(problems)}")

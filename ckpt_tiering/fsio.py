@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "boot_id",
     "digest_file",
+    "disk_errors",
     "ensure_local_filesystem",
     "ensure_room",
     "free_bytes",
@@ -29,6 +32,7 @@ __all__ = [
 ]
 
 _TEMPORARY_SUFFIX = ".tmp"
+_NO_ROOM = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 
 # SQLite's WAL needs memory shared by all its users, which these can't give between nodes; and a
 # staging disk that is not the node's own would make every node's agent fight for one lock.
@@ -54,6 +58,24 @@ _NETWORK_FILESYSTEMS = frozenset(
         "wekafs",
     ]
 )
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's "no room" for ``path`` into `CapacityError`; pass other errors.
+
+    Raises:
+        CapacityError: The disk, a quota or a limit on the length of files has no room.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise CapacityError(
+            f"{path} can't be written: {error.strerror}",
+            hint="free space on this disk; for staging, set nvme_budget lower",
+        ) from error
 
 
 def fsync_directory(path: Path) -> None:
@@ -102,7 +124,7 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def remove_tree(path: Path, *, inside: Path) -> None:
-    """Delete a directory tree; a missing one is no error. Never follows links.
+    """Delete a directory tree; a missing one is no error. Never follows links out of ``inside``.
 
     Args:
         path: What to delete.
@@ -111,10 +133,13 @@ def remove_tree(path: Path, *, inside: Path) -> None:
     Raises:
         ValueError: ``path`` is not below ``inside``.
     """
-    if not path.absolute().is_relative_to(inside.absolute()) or path == inside:
+    where, root = path.parent.resolve() / path.name, inside.resolve()
+    if path.name in {"", ".."} or not where.is_relative_to(root) or where == root:
         raise ValueError(f"{path} is not below {inside}")
-    if path.exists():
-        shutil.rmtree(path)
+    if where.is_symlink():
+        where.unlink()
+    elif where.exists():
+        shutil.rmtree(where)
 
 
 def _walk(path: Path) -> Iterator[os.stat_result]:

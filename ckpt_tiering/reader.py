@@ -90,9 +90,23 @@ class Reader:
         self._layout = layout
         self._concurrency = concurrency
         self._clock = clock or SystemClock()
+        self._kept: Session | None = None
+
+    @contextmanager
+    def keep_open(self) -> Iterator[None]:
+        """Use one session for all that is asked of this run in a ``with`` block, by one thread."""
+        with self._session(self._url) as session:
+            self._kept = session
+            try:
+                yield
+            finally:
+                self._kept = None
 
     @contextmanager
     def _session(self, url: StoreUrl) -> Iterator[Session]:
+        if self._kept is not None and url == self._url:
+            yield self._kept
+            return
         stop = threading.Event()
         meter = Meter()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from ckpt_tiering.errors import ConfigError
 
@@ -12,7 +13,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-_BYTE_UNITS = {
+_BYTE_UNITS: dict[str, Decimal | int] = {
     "": 1,
     "b": 1,
     "kb": 10**3,
@@ -24,20 +25,35 @@ _BYTE_UNITS = {
     "gib": GIB,
     "tib": 1 << 40,
 }
-_SECOND_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*(?:/s)?\s*")
+_SECOND_UNITS: dict[str, Decimal | int] = {
+    "": 1,
+    "ms": Decimal("0.001"),
+    "s": 1,
+    "m": 60,
+    "min": 60,
+    "h": 3600,
+    "d": 86400,
+}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)(\s*/s)?\s*")
+_TOO_MUCH = 1 << 63
 
 
-def _parse(text: str | float, units: dict[str, float] | dict[str, int], what: str) -> float:
-    if isinstance(text, int | float):
-        return float(text)
-    match = _QUANTITY.fullmatch(text)
-    if match is None or match[2].lower() not in units:
+def _parse(
+    text: str | float, units: dict[str, Decimal | int], what: str, *, rate: bool
+) -> float | Decimal:
+    value: float | Decimal | None = None
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        value = text
+    elif isinstance(text, str) and (match := _QUANTITY.fullmatch(text)):
+        unit = units.get(match[2].lower())
+        if unit is not None and (rate or not match[3]):
+            value = Decimal(match[1]) * unit
+    if value is None or not -_TOO_MUCH < value < _TOO_MUCH:
         known = ", ".join(unit for unit in units if unit)
         raise ConfigError(
             f"{text!r} is not {what}", hint=f"write a number with one of the units {known}"
         )
-    return float(match[1]) * units[match[2].lower()]
+    return value
 
 
 def parse_bytes(text: str | float) -> int:
@@ -46,7 +62,7 @@ def parse_bytes(text: str | float) -> int:
     Raises:
         ConfigError: The text is not a size.
     """
-    return int(_parse(text, _BYTE_UNITS, "a size in bytes"))
+    return int(_parse(text, _BYTE_UNITS, "a size in bytes", rate=True))
 
 
 def parse_seconds(text: str | float) -> float:
@@ -55,23 +71,24 @@ def parse_seconds(text: str | float) -> float:
     Raises:
         ConfigError: The text is not a duration.
     """
-    return _parse(text, _SECOND_UNITS, "a duration")
+    return float(_parse(text, _SECOND_UNITS, "a duration", rate=False))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a size with three significant digits and a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < KIB:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}"
+    """Write a size with three significant digits, or all before the point, and a binary unit."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while len(units) > 1 and abs(round(num_bytes)) >= KIB:
         num_bytes /= KIB
-    return f"{num_bytes:.4g} TiB"
+        del units[0]
+    whole = units[0] == "B" or abs(num_bytes) >= 100  # noqa: PLR2004  three digits
+    return f"{num_bytes:.0f} {units[0]}" if whole else f"{num_bytes:.3g} {units[0]}"
 
 
 def format_seconds(seconds: float) -> str:
     """Write a duration for a table: ``12 ms``, ``3.4 s``, ``2 m 05 s``."""
-    if seconds < 1:
+    if round(seconds, 3) < 1:
         return f"{seconds * 1e3:.0f} ms"
-    if seconds < 60:  # noqa: PLR2004  seconds in a minute
+    if round(seconds, 1) < 60:  # noqa: PLR2004  seconds in a minute
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} m {rest:02d} s"

@@ -42,6 +42,7 @@ __all__ = ["Advancer"]
 
 POLL_OTHER_NODES_S = 0.5
 MAX_BACKOFF_S = 60.0
+_MAX_DOUBLINGS = 10  # keeps the power in range over days of trying
 
 # Waiting changes nothing about these: the bytes, or what is written at their place, are wrong.
 _FINAL: Final = (IntegrityError, ConflictError, FormatError, CapacityError, ConfigError)
@@ -132,7 +133,7 @@ class Advancer:
         known = isinstance(error, CkptTieringError)
         message = redact(str(error) if known else f"{type(error).__name__}: {error}")
         attempts = current.attempts + 1
-        wait_s = min(MAX_BACKOFF_S, 2.0**attempts / 2)
+        wait_s = min(MAX_BACKOFF_S, 0.5 * 2.0 ** min(attempts, _MAX_DOUBLINGS))
         event = None
         if isinstance(error, CredentialError):
             # The next try reads the credentials anew, from wherever they come.

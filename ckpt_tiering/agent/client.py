@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -21,13 +22,14 @@ from ckpt_tiering.agent.protocol import (
     Hello,
     Reply,
     Request,
+    Sealed,
     Status,
     Stop,
     receive,
     send,
     socket_address,
 )
-from ckpt_tiering.errors import AgentError
+from ckpt_tiering.errors import AgentError, ConfigError
 from ckpt_tiering.fsio import boot_id, make_private
 from ckpt_tiering.model.events import EventKind
 from ckpt_tiering.observe.bus import append_line
@@ -44,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 START_WITHIN_S = 30.0
 REPLY_WITHIN_S = 30.0
+TELL_WITHIN_S = 0.5
+REMEMBERED = 256
 RESTART_INTERVAL_S = 5.0
 _POLL_S = 0.02
 _EXIT_ALREADY_RUNNING = 3
@@ -81,6 +85,7 @@ class AgentClient:
         self._pid = os.getpid()
         self._closed = False
         self._last_start: float | None = None
+        self._told: deque[Request] = deque(maxlen=REMEMBERED)
 
     @property
     def is_connected(self) -> bool:
@@ -101,7 +106,10 @@ class AgentClient:
             make_private(self._layout.staging)
             make_private(self._layout.agent_dir)
             connection = self._introduce()
+            connection.settimeout(TELL_WITHIN_S)
             self._connection = connection
+            for message in list(self._told):
+                send(connection, message)
             watcher = threading.Thread(
                 target=self._watch, args=(connection,), name="agent-watch", daemon=True
             )
@@ -111,11 +119,15 @@ class AgentClient:
         """Connect and say hello; an agent that is just ending is not waited for but followed."""
         deadline = self._clock.monotonic() + START_WITHIN_S
         while True:
-            connection = self._connect() or self._spawn()
+            running = self._connect()
+            connection = running or self._spawn()
             try:
                 reply = self._exchange(connection, self._hello)
                 if reply.ok:
                     return connection
+                if running is None:
+                    connection.close()
+                    raise ConfigError(f"the agent refused its own trainer: {reply.error}")
                 _log.info("replacing the agent of %s: %s", self._layout.staging, reply.error)
                 self._dismiss(connection)
             except (OSError, AgentError):
@@ -124,24 +136,22 @@ class AgentClient:
             connection.close()
             self._clock.sleep(_POLL_S)
 
-    def request(self, message: Request) -> bool:
-        """Tell the agent something; return False if it is not there to hear it.
+    def tell(self, message: Request) -> None:
+        """Tell the agent something, without waiting for it to listen: it may be starved or gone.
 
-        Raises:
-            AgentError: The agent refused the message.
+        A seal that it does not hear of is found by the next agent's start-up scan; everything else
+        is told again to the next agent, for which hearing it twice is no harm.
         """
+        if not isinstance(message, Sealed):
+            self._told.append(message)
         with self._lock:
             if not self.is_connected:
-                return False
+                return
             assert self._connection is not None
             try:
-                reply = self._exchange(self._connection, message)
-            except (OSError, AgentError) as error:
-                _log.warning("the agent of %s does not answer: %s", self._layout.staging, error)
-                return False
-        if not reply.ok:
-            raise AgentError(f"the agent refused {message.kind!r}: {reply.error}")
-        return True
+                send(self._connection, message)
+            except OSError as error:
+                _log.warning("the agent of %s does not listen: %s", self._layout.staging, error)
 
     def close(self) -> None:
         """Leave; the agent goes on with what is staged."""

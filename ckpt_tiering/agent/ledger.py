@@ -89,7 +89,8 @@ class Ledger:
         self._started_at = clock.now()
         self._first_step: int | None = None
         self._stall_s: float | None = None
-        self._handed_over: dict[str, tuple[float, int]] = {}  # id -> monotonic time, bytes
+        self._handed_over: dict[str, int] = {}  # id -> bytes, in the order of the hand-overs
+        self._unwanted: set[str] = set()
         self._resumed: SaveInfo | None = None
         self._reported_durable: set[str] = set()
         self._raised: set[str] = set()
@@ -103,8 +104,12 @@ class Ledger:
 
     def handed_over(self, save_id: str, num_bytes: int, stall_s: float) -> None:
         """Note a save that was sealed, and for how long the step loop stood still for it."""
-        self._handed_over[save_id] = (self._clock.monotonic(), num_bytes)
+        self._handed_over[save_id] = num_bytes
         self._stall_s = stall_s
+
+    def unwanted(self, save_id: str) -> None:
+        """Note that the removal of a save was asked for: it need not become durable."""
+        self._unwanted.add(save_id)
 
     def resumed(self, save: SaveInfo) -> None:
         """Note the save that training went on from."""
@@ -119,20 +124,22 @@ class Ledger:
         return page, page.run(self._run) if page else empty
 
     def pending(self) -> list[str]:
-        """Return the saves that are staged here and not known to be through, oldest first.
-
-        A save was in the journal before its hand-over was answered, so a page from after that
-        which does not call it pending knows it to be durable, failed or removed.
-        """
-        return sorted(self._pending_bytes())
+        """Return the saves that are staged here and not known to be through, oldest first."""
+        return sorted(self._pending_bytes(), key=SaveId.parse)
 
     def _pending_bytes(self) -> dict[str, int]:
-        page, run = self._page()
-        pending = {s.save_id: s.total_bytes for s in run.pending}
-        age = heartbeat_age(page, self._clock) if page else None
-        written_at = None if age is None else self._clock.monotonic() - age
-        for save_id, (at, num_bytes) in list(self._handed_over.items()):
-            if written_at is not None and written_at > at and save_id not in pending:
+        """Return the bytes of each pending save.
+
+        The agent hears of saves in the order of their hand-overs. So one that it does not call
+        pending, though it knows it or a later one, is through: durable, failed or removed.
+        """
+        _, run = self._page()
+        pending = {s.save_id: s.total_bytes for s in run.pending} | dict.fromkeys(run.incomplete, 0)
+        known = pending.keys() | {s.save_id for s in (*run.failed, *run.durable)}
+        heard = False
+        for save_id, num_bytes in reversed(list(self._handed_over.items())):
+            heard = heard or save_id in known
+            if save_id not in pending and (heard or save_id in self._unwanted):
                 del self._handed_over[save_id]
             else:
                 pending.setdefault(save_id, num_bytes)
@@ -151,7 +158,10 @@ class Ledger:
         deadline = None if timeout is None else self._clock.monotonic() + timeout
         while True:
             page, _ = self._page()
-            fresh = not not_before or (page is not None and page.heartbeat > not_before)
+            age = heartbeat_age(page, self._clock) if page else None
+            fresh = not not_before or (
+                age is not None and self._clock.monotonic() - age > not_before
+            )
             pending = self.pending()
             if fresh and not pending:
                 return

@@ -30,16 +30,16 @@ from ckpt_tiering.agent.server import Server
 from ckpt_tiering.agent.sessions import Sessions, StoreOpener
 from ckpt_tiering.agent.statuspage import PENDING_STATES, status_page
 from ckpt_tiering.clock import Clock, SystemClock
-from ckpt_tiering.errors import AgentError, ErrorKind
+from ckpt_tiering.errors import AgentError, ErrorKind, FormatError
 from ckpt_tiering.flow.meter import Meter
 from ckpt_tiering.fsio import boot_id, free_bytes, remove_tree, write_atomically
 from ckpt_tiering.journal.journal import Journal
 from ckpt_tiering.model.events import Event, EventKind
 from ckpt_tiering.model.ids import SaveId
-from ckpt_tiering.model.layout import SEAL_NAME, StagingLayout, StoreUrl
+from ckpt_tiering.model.layout import StagingLayout, StoreUrl
 from ckpt_tiering.model.lifecycle import SaveState
 from ckpt_tiering.observe.bus import EventLog
-from ckpt_tiering.pipeline.admit import admit, staged_directories
+from ckpt_tiering.pipeline.admit import Admission, admit, staged_directories
 from ckpt_tiering.retention import evictable
 from ckpt_tiering.stores.opening import open_store
 
@@ -63,7 +63,7 @@ class Agent:
         journal: The journal; opened at its place by default.
         until: When to end by itself: ``no_trainer`` (nothing to do, and the trainers that came
             are gone), ``idle`` (nothing to do), or ``stopped`` (never).
-        settings: Until a trainer brings its own.
+        settings: Until a trainer brings its own; the last trainer's by default.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class Agent:
         self._clock = clock or SystemClock()
         self._journal = journal or Journal(layout.journal, owner=secrets.token_hex(8))
         self._until = until
-        self._settings = settings or AgentSettings()
+        self._settings = settings or self._last_settings()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._news = threading.Event()
+        self._incomplete: frozenset[Path] = frozenset()
         self._new_settings: AgentSettings | None = None
         self._meter = Meter()
         self._log = EventLog(self._journal, layout.events)
@@ -96,6 +97,10 @@ class Agent:
         self._server = Server(layout.agent_dir, self._handle, self._wake.set)
         self._boot_id = boot_id()
         self._alone_since: float | None = self._clock.monotonic()
+
+    def _last_settings(self) -> AgentSettings:
+        kept = self._journal.settings()
+        return AgentSettings() if kept is None else AgentSettings.model_validate_json(kept)
 
     # --- what others ask of it ---------------------------------------------------------------
 
@@ -124,11 +129,19 @@ class Agent:
                 self.stop()
         self._wake.set()
 
-    def _take_in(self, directory: Path) -> None:
-        """Put a sealed save into the journal before the trainer gets its answer."""
-        if directory.is_relative_to(self._layout.runs_dir) and directory.is_dir():
-            admit(self._journal, directory, self._clock.now(), check_digests=False)
-            self._news.set()
+    def _take_in(self, directory: Path, *, check_digests: bool = False) -> None:
+        """Put a sealed save into the journal."""
+        if not directory.is_relative_to(self._layout.runs_dir) or not directory.is_dir():
+            return
+        now = self._clock.now()
+        if (
+            admit(self._journal, directory, now, check_digests=check_digests)
+            is Admission.INCOMPLETE
+        ):
+            self._incomplete |= {directory}
+        else:
+            self._incomplete -= {directory}
+        self._news.set()
 
     def _greet(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION or hello.release != __version__:
@@ -136,23 +149,28 @@ class Agent:
                 f"this agent is of release {__version__}, the trainer of {hello.release}",
                 kind=ErrorKind.AGENT_VERSION,
             )
-        self._new_settings = hello.settings
+        self._journal.set_settings(hello.settings.model_dump_json())
+        self._sessions.limit(hello.settings.max_bandwidth)
+        self._new_settings = hello.settings  # the rest when the worker is between two steps
         self._sweep_torn(StoreUrl.parse(hello.run), hello.incarnation)
 
     def _sweep_torn(self, url: StoreUrl, incarnation: str) -> None:
-        """Delete what earlier starts of a run began to stage and never sealed."""
+        """Delete what earlier starts of a run staged and did not finish: it can't become whole."""
         saves = self._layout.run_dir(url) / "saves"
         for directory in sorted(saves.iterdir()) if saves.is_dir() else ():
-            if f"-{incarnation}" in directory.name:
-                continue
-            if any((shard / SEAL_NAME).exists() for shard in directory.iterdir()):
+            try:
+                save_id = SaveId.parse(directory.name)
+            except FormatError:
+                continue  # not ours
+            if save_id.incarnation == incarnation or self._journal.find(str(url), str(save_id)):
                 continue
             event = Event(
                 kind=EventKind.TORN,
                 at=self._clock.now(),
                 run=str(url),
                 save_id=directory.name,
-                fields={"error": "never sealed: its trainer died while staging it"},
+                step=save_id.step,
+                fields={"error": "its trainer died before all ranks of this node had sealed it"},
             )
             self._journal.emit(event)
             remove_tree(directory, inside=self._layout.staging)
@@ -164,7 +182,7 @@ class Agent:
         self._journal.reclaim()
         self._say(EventKind.AGENT_STARTED, pid=os.getpid(), release=__version__)
         for directory in staged_directories(self._layout):
-            admit(self._journal, directory, self._clock.now(), check_digests=True)
+            self._take_in(directory, check_digests=True)
         self._server.start()
         done = threading.Event()
         pulse = threading.Thread(target=self._pulse, args=(done,), name="pulse")
@@ -262,6 +280,7 @@ class Agent:
         page = status_page(
             self._journal,
             self._meter.read(),
+            incomplete=self._incomplete,
             pid=os.getpid(),
             boot_id=self._boot_id,
             heartbeat=self._clock.monotonic(),

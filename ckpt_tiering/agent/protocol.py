@@ -9,11 +9,19 @@ from __future__ import annotations
 import os
 import struct
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from ckpt_tiering.errors import AgentError, FormatError
+from ckpt_tiering.model.ids import SaveId
 
 if TYPE_CHECKING:
     import socket
@@ -92,6 +100,14 @@ class Drop(_Message):
     name: str = ""
     not_of: str = ""
 
+    @model_validator(mode="after")
+    def _names_something(self) -> Self:
+        if bool(self.save_id) == bool(self.name):
+            raise ValueError("a removal is of a save or of a name")
+        if self.save_id:
+            SaveId.parse(self.save_id)
+        return self
+
 
 class Pin(_Message):
     """These saves of a run must not go; replaces what was said before."""
@@ -141,12 +157,14 @@ class RunStatus(_Message):
     Attributes:
         run: URL of its root.
         pending: Saves that are staged and not durable yet, oldest first.
+        incomplete: Ids of saves that some rank of this node has sealed, and another one not yet.
         failed: Saves that can't become durable.
         durable: The newest durable saves that passed this node, newest first.
     """
 
     run: str
     pending: tuple[SaveStatus, ...]
+    incomplete: tuple[str, ...] = ()
     failed: tuple[SaveStatus, ...]
     durable: tuple[SaveStatus, ...]
 

@@ -64,7 +64,8 @@ class Removals:
             session = self._sessions.get(wish.run, wish.store_options)
             named: dict[str, list[str]] = {}
             for info in all_infos(session):
-                named.setdefault(info.name or "", []).append(info.save_id)
+                if info.name:
+                    named.setdefault(info.name, []).append(info.save_id)
             self._named[wish.run] = named
         ids.update(self._named[wish.run].get(wish.name, []))
         meant = [i for i in ids if not wish.not_of or SaveId.parse(i).incarnation != wish.not_of]
@@ -102,6 +103,5 @@ class Removals:
             at=self._clock.now(),
             run=wish.run,
             save_id=wish.save_id,
-            step=SaveId.parse(wish.save_id).step if wish.save_id else None,
             fields={"name": wish.name, "error": error, **fields},
         )

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from ckpt_tiering import __version__
 from ckpt_tiering.agent.protocol import (
+    Hello,
     Reply,
     Request,
+    Stop,
     parse_request,
     receive,
     send,
@@ -90,15 +92,24 @@ class Server:
         try:
             with connection:
                 while True:
-                    send(connection, self._answer(receive(connection)))
+                    reply = self._answer(receive(connection))
+                    if reply is not None:
+                        send(connection, reply)
         except (OSError, AgentError, FormatError):
             return  # the trainer is gone, or is none
         finally:
             self._count(-1)
 
-    def _answer(self, data: bytes) -> Reply:
+    def _answer(self, data: bytes) -> Reply | None:
+        """Handle a message; only greetings and orders to stop are answered."""
         try:
-            self._handle(parse_request(data))
+            request = parse_request(data)
         except CkptTieringError as error:
             return Reply(ok=False, error=str(error), release=__version__)
-        return Reply(ok=True, release=__version__)
+        try:
+            self._handle(request)
+        except CkptTieringError as error:
+            reply = Reply(ok=False, error=str(error), release=__version__)
+        else:
+            reply = Reply(ok=True, release=__version__)
+        return reply if isinstance(request, Hello | Stop) else None

@@ -78,7 +78,11 @@ class Sessions:
         if settings.concurrency != self._settings.concurrency:
             self.close()
         self._settings = settings
-        self._bucket.set_rate(settings.max_bandwidth)
+        self.limit(settings.max_bandwidth)
+
+    def limit(self, max_bandwidth: int | None) -> None:
+        """Set the bandwidth in bytes per second; holds at once, also for parts on their way."""
+        self._bucket.set_rate(max_bandwidth)
 
     def close(self) -> None:
         """Forget all sessions, so that the next use reads credentials and settings anew."""

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 
 from ckpt_tiering import __version__
 from ckpt_tiering.agent.protocol import RunStatus, SaveStatus, Status
+from ckpt_tiering.model.layout import StoreUrl
 from ckpt_tiering.model.lifecycle import SaveState
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
     from ckpt_tiering.flow.meter import Reading
     from ckpt_tiering.journal.journal import Journal
     from ckpt_tiering.journal.rows import SaveRow
@@ -41,13 +45,31 @@ def _show(row: SaveRow) -> SaveStatus:
 
 
 def status_page(
-    journal: Journal, reading: Reading, *, pid: int, boot_id: str, heartbeat: float
+    journal: Journal,
+    reading: Reading,
+    *,
+    incomplete: Collection[Path] = (),
+    pid: int,
+    boot_id: str,
+    heartbeat: float,
 ) -> Status:
-    """Describe all runs of a journal."""
+    """Describe all runs of a journal.
+
+    Args:
+        journal: What is known.
+        reading: Totals.
+        incomplete: Directories of saves that not all ranks of this node have sealed.
+        pid: The agent's process.
+        boot_id: The boot it belongs to.
+        heartbeat: Monotonic seconds.
+    """
     runs = [
         RunStatus(
             run=run,
             pending=tuple(_show(s) for s in journal.saves(run, PENDING_STATES)),
+            incomplete=tuple(
+                d.name for d in incomplete if d.parent.parent.name == StoreUrl.parse(run).slug
+            ),
             failed=tuple(_show(s) for s in journal.saves(run, (SaveState.FAILED,))),
             durable=tuple(_show(s) for s in journal.newest_durable(run, DURABLE_SHOWN)),
         )

@@ -79,6 +79,16 @@ class Database:
         rows = self._query("SELECT value FROM capabilities WHERE run = ?", (run,))
         return rows[0][0] if rows else None
 
+    def set_settings(self, value: str) -> None:
+        """Keep the newest trainer's settings, as JSON, for agents that start without one."""
+        with self.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO settings VALUES (1, ?)", (value,))
+
+    def settings(self) -> str | None:
+        """Return the newest trainer's settings; None if there never was one."""
+        rows = self._query("SELECT value FROM settings")
+        return rows[0][0] if rows else None
+
     def emit(self, event: Event) -> None:
         """Keep an event that goes with no other change."""
         with self.transaction() as db:
@@ -93,6 +103,11 @@ class Database:
         """Return events with a sequence number above ``seq``."""
         rows = self._query("SELECT seq, value FROM events WHERE seq > ? ORDER BY seq", (seq,))
         return [(r[0], json.loads(r[1])) for r in rows]
+
+    def newest_event(self) -> int:
+        """Return the sequence number of the newest event ever kept; 0 if there was none."""
+        rows = self._query("SELECT seq FROM sqlite_sequence WHERE name = 'events'")
+        return int(rows[0][0]) if rows else 0
 
     def drop_events(self, up_to: int) -> None:
         """Forget events that were written to the log."""

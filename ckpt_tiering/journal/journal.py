@@ -17,6 +17,7 @@ from ckpt_tiering.model.lifecycle import OBJECT_MOVES, ObjectState, SaveState, c
 from ckpt_tiering.model.manifest import FileEntry
 
 if TYPE_CHECKING:
+    import sqlite3
     from collections.abc import Iterable, Sequence
 
     from ckpt_tiering.model.events import Event
@@ -63,13 +64,23 @@ class Journal(Database):
 
     # --- saves -------------------------------------------------------------------------------
 
-    def admit(self, save: NewSave, event: Event) -> bool:
-        """Take a staged save in; return False if it is already there."""
+    def admit(
+        self, save: NewSave, event: Event, *, failed: Event | None = None, error: str | None = None
+    ) -> bool:
+        """Take a staged save in; return False if it is already there.
+
+        Args:
+            save: The save.
+            event: Says that it was staged.
+            failed: Says that it can't become durable: it enters so, and is never worked on.
+            error: Why, if so.
+        """
+        state = SaveState.STAGED if failed is None else SaveState.FAILED
         with self.transaction() as db:
             cursor = db.execute(
                 "INSERT INTO saves (run, store_options, save_id, step, name, node, num_nodes, "
-                "ranks, metadata, directory, state, total_bytes, snapshot_at, staged_at) "
-                f"VALUES ({', '.join('?' * 14)}) ON CONFLICT DO NOTHING RETURNING id",
+                "ranks, metadata, directory, state, total_bytes, snapshot_at, staged_at, error) "
+                f"VALUES ({', '.join('?' * 15)}) ON CONFLICT DO NOTHING RETURNING id",
                 (
                     save.run,
                     save.store_options,
@@ -81,10 +92,11 @@ class Journal(Database):
                     json.dumps(save.ranks),
                     json.dumps(save.metadata),
                     save.directory,
-                    SaveState.STAGED,
+                    state,
                     sum(o.size_bytes for o in save.objects),
                     save.snapshot_at,
                     save.staged_at,
+                    error,
                 ),
             )
             row = cursor.fetchone()
@@ -109,6 +121,8 @@ class Journal(Database):
                 ),
             )
             self._put_event(db, event)
+            if failed is not None:
+                self._put_event(db, failed)
             return True
 
     def saves(self, run: str | None = None, states: Sequence[SaveState] = ()) -> list[SaveRow]:
@@ -132,14 +146,15 @@ class Journal(Database):
 
     def newest_durable(self, run: str, limit: int) -> list[SaveRow]:
         """Return the newest durable saves of a run that passed this node, newest first."""
+        durable = "run = ? AND durable_at IS NOT NULL AND state != 'removing'"
         rows = self._query(
-            f"SELECT {_COLUMNS} FROM saves WHERE run = ? AND durable_at IS NOT NULL "
-            "AND state != 'removing' ORDER BY step DESC, id DESC LIMIT ?",
-            (run, limit),
+            f"SELECT {_COLUMNS} FROM saves WHERE {durable} AND step >= COALESCE((SELECT step "
+            f"FROM saves WHERE {durable} ORDER BY step DESC LIMIT 1 OFFSET ?), 0)",
+            (run, run, limit - 1),
         )
         # Within a step the id decides, by a rule that SQL's order of texts does not know.
         newest = sorted((_save_row(row) for row in rows), key=lambda s: SaveId.parse(s.save_id))
-        return newest[::-1]
+        return newest[::-1][:limit]
 
     def runs(self) -> list[str]:
         """Return the runs that have saves here."""
@@ -170,9 +185,12 @@ class Journal(Database):
         return _save_row(row)
 
     def reclaim(self) -> None:
-        """Free the leases of agents that went before; the caller holds the directory's lock."""
+        """Free the leases of agents that went before, and let everything be due at once.
+
+        The caller holds the directory's lock, so nobody else works on these saves.
+        """
         with self.transaction() as db:
-            db.execute("UPDATE saves SET owner = NULL WHERE owner IS NOT ?", (self._owner,))
+            db.execute("UPDATE saves SET owner = NULL, retry_at = 0")
 
     def next_due(self) -> float | None:
         """Return when the next save is due, in seconds since the epoch; None if there is none."""
@@ -187,13 +205,16 @@ class Journal(Database):
         if unknown:
             raise ValueError(f"saves have no settable {unknown}")
         with self.transaction() as db:
-            if fields:
-                assignments = ", ".join(f"{name} = ?" for name in fields)
-                values = (*fields.values(), save.id)
-                db.execute(f"UPDATE saves SET {assignments} WHERE id = ?", values)
+            self._set(db, save, fields)
             if event is not None:
                 self._put_event(db, event)
-        return self._again(save)
+            return self._again(save)
+
+    @staticmethod
+    def _set(db: sqlite3.Connection, save: SaveRow, fields: dict[str, Any]) -> None:
+        if fields:
+            assignments = ", ".join(f"{name} = ?" for name in fields)
+            db.execute(f"UPDATE saves SET {assignments} WHERE id = ?", (*fields.values(), save.id))
 
     def move(
         self, save: SaveRow, state: SaveState, event: Event | None = None, **fields: Any
@@ -201,22 +222,18 @@ class Journal(Database):
         """Move a save to another state. An error that was noted is over unless given again.
 
         Raises:
-            ValueError: The move is not legal.
+            ValueError: The move is not legal, or the save is gone.
         """
         with self.transaction() as db:
-            (old,) = db.execute("SELECT state FROM saves WHERE id = ?", (save.id,)).fetchone()
-            check_move(SaveState(old), state)
+            check_move(self._again(save).state, state)
             db.execute(
                 "UPDATE saves SET state = ?, error = NULL, attempts = 0, retry_at = 0 WHERE id = ?",
                 (state, save.id),
             )
-            assignments = ", ".join(f"{name} = ?" for name in fields)
-            if fields:
-                values = (*fields.values(), save.id)
-                db.execute(f"UPDATE saves SET {assignments} WHERE id = ?", values)
+            self._set(db, save, fields)
             if event is not None:
                 self._put_event(db, event)
-        return self._again(save)
+            return self._again(save)
 
     def _again(self, save: SaveRow) -> SaveRow:
         fresh = self.save(save.id)

@@ -90,6 +90,10 @@ _MIGRATIONS = (
         run             TEXT PRIMARY KEY,
         value           TEXT NOT NULL
     ) WITHOUT ROWID;
+    CREATE TABLE settings (
+        id              INTEGER PRIMARY KEY CHECK (id = 1),
+        value           TEXT NOT NULL
+    );
     CREATE TABLE events (
         seq             INTEGER PRIMARY KEY AUTOINCREMENT,
         value           TEXT NOT NULL

@@ -11,9 +11,11 @@ from ckpt_tiering.errors import FormatError
 __all__ = ["SaveId", "new_incarnation", "node_name", "rank_name"]
 
 MAX_STEP = 10**12 - 1
+MAX_REPEAT = 10**6 - 1
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: sorts like the number
 _INCARNATION = re.compile(r"[0-9a-z]{4,32}")
-_SAVE_ID = re.compile(r"(\d{12})-([0-9a-z]{4,32})(?:\.(\d{1,6}))?")
+# Only what `str` writes: two spellings of one id would be two commits of one save.
+_SAVE_ID = re.compile(r"([0-9]{12})-([0-9a-z]{4,32})(?:\.([1-9][0-9]{0,5}))?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,7 +27,7 @@ class SaveId:
     Attributes:
         step: Training step, 0 to 10**12 - 1.
         incarnation: Token of the start of the job that made the save.
-        repeat: Counts saves of one step within an incarnation, from 0.
+        repeat: Counts saves of one step within an incarnation, 0 to 10**6 - 1.
     """
 
     step: int
@@ -39,6 +41,8 @@ class SaveId:
             raise FormatError(
                 f"incarnation {self.incarnation!r} is not 4 to 32 characters of [0-9a-z]"
             )
+        if not 0 <= self.repeat <= MAX_REPEAT:
+            raise FormatError(f"repeat {self.repeat} is not between 0 and {MAX_REPEAT}")
 
     def __str__(self) -> str:
         suffix = f".{self.repeat}" if self.repeat else ""

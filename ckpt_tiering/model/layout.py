@@ -36,7 +36,11 @@ SEAL_NAME = "seal.json"
 FILES_NAME = "f"
 MAX_PATH_BYTES = 4096  # PATH_MAX of Linux
 MAX_COMPONENT_BYTES = 255  # NAME_MAX of Linux
-_MAX_ENCODED_BYTES = 700  # S3 keys end at 1,024 bytes; the rest is for the root and the save
+# S3 keys end at 1,024 bytes: the root, the save and its node (at most 75), the path.
+_MAX_PREFIX_BYTES = 248
+_MAX_ENCODED_BYTES = 700
+_MAX_KEY_COMPONENT_BYTES = 255  # of stores that keep objects as files
+_HASHED = "sha256-"
 _PLAIN = string.ascii_letters + string.digits + "._-="
 
 
@@ -69,17 +73,26 @@ def check_relative_path(path: str) -> str:
     return path
 
 
+def _encode_component(text: str) -> str:
+    return quote(text, safe=_PLAIN).replace("~", "%7E")  # which `quote` takes for plain
+
+
 def encode_path(path: str) -> str:
     """Turn a relative path into key text that no store rewrites; the manifest holds the true path.
 
     All but letters, digits and ``._-=`` is percent-encoded; a path whose encoding would not fit
-    into a key is named by its SHA-256 and keeps its suffix.
+    into a key, or that looks like the following, is named by its SHA-256 and keeps its suffix.
     """
-    encoded = "/".join(quote(component, safe=_PLAIN) for component in path.split("/"))
-    if len(encoded) <= _MAX_ENCODED_BYTES:
+    components = [_encode_component(component) for component in path.split("/")]
+    encoded = "/".join(components)
+    if (
+        len(encoded) <= _MAX_ENCODED_BYTES
+        and max(map(len, components)) <= _MAX_KEY_COMPONENT_BYTES
+        and not encoded.startswith(_HASHED)
+    ):
         return encoded
-    suffix = quote(PurePosixPath(path).suffix[:16], safe=_PLAIN)
-    return f"sha256-{hashlib.sha256(path.encode()).hexdigest()}{suffix}"
+    suffix = _encode_component(PurePosixPath(path).suffix[:16])
+    return f"{_HASHED}{hashlib.sha256(path.encode()).hexdigest()}{suffix}"
 
 
 def save_prefix(save_id: SaveId) -> str:
@@ -135,23 +148,35 @@ class StoreUrl:
 
         Raises:
             ConfigError: The URL has no bucket, an unknown scheme, credentials, a query, or a path
-                with ``.`` or ``..``.
+                that is too long or has ``.`` or ``..``.
         """
-        parts = urlsplit(url)
         hint = "write s3://bucket/path/of/the/run"
-        if parts.scheme not in {"s3", "memory"}:
-            raise ConfigError(f"store URL {url!r} has no scheme that is supported (s3)", hint=hint)
-        if "@" in parts.netloc or parts.query or parts.fragment:
+        try:
+            url.encode()
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigError("the store URL is not a URL", hint=hint) from error
+        # First of all, so that no message below repeats a secret.
+        in_wrong_place = "@" in url and not parts.netloc
+        if "@" in parts.netloc or in_wrong_place or parts.query or parts.fragment:
             raise ConfigError(
                 "the store URL holds credentials, a query or a fragment",
                 hint="give credentials as AWS_* variables or a profile",
             )
+        if parts.scheme not in {"s3", "memory"}:
+            raise ConfigError(f"store URL {url!r} has no scheme that is supported (s3)", hint=hint)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", parts.netloc):
             raise ConfigError(f"store URL {url!r} has no valid bucket name", hint=hint)
         components = [c for c in unquote(parts.path).split("/") if c]
         if any(c in {".", ".."} for c in components):
             raise ConfigError(f"store URL {url!r} has '.' or '..' in its path", hint=hint)
-        prefix = "".join(quote(c, safe=_PLAIN) + "/" for c in components)
+        prefix = "".join(_encode_component(c) + "/" for c in components)
+        if len(prefix) > _MAX_PREFIX_BYTES:
+            raise ConfigError(
+                f"the path of store URL {url!r} takes {len(prefix)} bytes in keys, more than "
+                f"{_MAX_PREFIX_BYTES}",
+                hint=hint,
+            )
         return cls(parts.scheme, parts.netloc, prefix)
 
     def split_save(self) -> tuple[StoreUrl, SaveId | None]:
@@ -159,14 +184,13 @@ class StoreUrl:
 
         A URL that points to a root has no save id.
         """
-        match = re.search(r"(?:^|/)(?:saves|commits)/([^/]+?)(?:\.json)?/", "/" + self.prefix)
-        if match is None:
-            return self, None
-        try:
-            save_id = SaveId.parse(match[1])
-        except FormatError:
-            return self, None
-        return StoreUrl(self.scheme, self.bucket, self.prefix[: max(0, match.start())]), save_id
+        for match in re.finditer(r"/(?:saves|commits)(?=/([^/]+?)(?:\.json)?/)", "/" + self.prefix):
+            try:
+                save_id = SaveId.parse(match[1])
+            except FormatError:
+                continue  # a folder of the root that happens to have such a name
+            return StoreUrl(self.scheme, self.bucket, self.prefix[: match.start()]), save_id
+        return self, None
 
     @property
     def slug(self) -> str:

@@ -137,7 +137,7 @@ class NodeManifest(_SaveHeader):
 
     FORMAT: ClassVar[str] = "ckpt-tiering/node-manifest"
     format: Literal["ckpt-tiering/node-manifest"] = "ckpt-tiering/node-manifest"
-    node: Annotated[str, Field(pattern=r"^n\d{5,}$")]
+    node: Annotated[str, Field(pattern=r"^n[0-9]{5,}$")]
     ranks: tuple[NonNegative, ...]
     objects: tuple[ObjectEntry, ...]
     files: tuple[FileEntry, ...]
@@ -165,7 +165,7 @@ class NodeRef(_Document):
         size_bytes: Length of the node manifest.
     """
 
-    node: Annotated[str, Field(pattern=r"^n\d{5,}$")]
+    node: Annotated[str, Field(pattern=r"^n[0-9]{5,}$")]
     key: RelativePath
     sha256: Sha256
     size_bytes: Positive
@@ -200,17 +200,31 @@ class Manifest(_SaveHeader):
 
 
 def check_link(path: str, target: str) -> None:
-    """Refuse a symbolic link that leads out of the checkpoint.
+    """Refuse a symbolic link that leads out of the checkpoint, alone or through other links.
+
+    A target may only climb before it descends: the folders above a link are no links (see
+    `check_tree`), but what it descends into may be one, and ``..`` of that is anywhere.
 
     Raises:
-        FormatError: The target is absolute, or climbs above the root of the checkpoint.
+        FormatError: The target is not text, is absolute, climbs above the root of the checkpoint,
+            or climbs after it descended.
     """
-    depth = len(PurePosixPath(path).parts) - 1
+    try:
+        target.encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(
+            f"link {path!r} -> {target!r} is not valid UTF-8, so a manifest cannot hold it",
+            kind=ErrorKind.PATH,
+        ) from error
+    climbed, descended = 0, False
     bad = not target or target.startswith("/") or "\0" in target
     for component in target.split("/"):
-        depth += {"": 0, ".": 0, "..": -1}.get(component, 1)
-        bad = bad or depth < 0
-    if bad:
+        if component == "..":
+            climbed += 1
+            bad = bad or descended
+        elif component not in {"", "."}:
+            descended = True
+    if bad or climbed > path.count("/"):
         raise FormatError(
             f"link {path!r} -> {target!r} leads out of the checkpoint",
             kind=ErrorKind.PATH,
@@ -294,7 +308,8 @@ def make_manifest(nodes: Sequence[tuple[str, bytes, NodeManifest]]) -> Manifest:
         nodes: Key, bytes and contents of each node manifest, in any order.
 
     Raises:
-        FormatError: The nodes do not agree on what the save is, or one path is given by two.
+        FormatError: The nodes do not agree on what the save is, one path is given by two, or
+            these are not the nodes of one save.
     """
     ordered = sorted(nodes, key=lambda item: item[2].node)
     first = ordered[0][2]
@@ -308,23 +323,25 @@ def make_manifest(nodes: Sequence[tuple[str, bytes, NodeManifest]]) -> Manifest:
                 )
     check_tree([f for _, _, node in ordered for f in node.files if f.kind != "dir"])
     objects = [o for _, _, node in ordered for o in node.objects]
-    return Manifest(
-        save_id=first.save_id,
-        step=first.step,
-        name=first.name,
-        num_nodes=first.num_nodes,
-        metadata=first.metadata,
-        snapshot_at=max(node.snapshot_at for _, _, node in ordered),
-        total_bytes=sum(o.size_bytes for o in objects),
-        num_files=sum(f.kind == "file" for _, _, node in ordered for f in node.files),
-        verified="read-back" if any(o.verified == "read-back" for o in objects) else "checksum",
-        nodes=tuple(
-            NodeRef(
-                node=node.node,
-                key=key,
-                sha256=hashlib.sha256(data).hexdigest(),
-                size_bytes=len(data),
-            )
-            for key, data, node in ordered
-        ),
+    refs = tuple(
+        NodeRef(
+            node=node.node, key=key, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)
+        )
+        for key, data, node in ordered
     )
+    try:
+        return Manifest(
+            save_id=first.save_id,
+            step=first.step,
+            name=first.name,
+            num_nodes=first.num_nodes,
+            metadata=first.metadata,
+            snapshot_at=max(node.snapshot_at for _, _, node in ordered),
+            total_bytes=sum(o.size_bytes for o in objects),
+            num_files=sum(f.kind == "file" for _, _, node in ordered for f in node.files),
+            verified="read-back" if any(o.verified == "read-back" for o in objects) else "checksum",
+            nodes=refs,
+        )
+    except ValidationError as error:
+        keys = ", ".join(ref.key for ref in refs[:5])
+        raise FormatError(f"{keys} make no save: {error.errors()[0]['msg']}") from error

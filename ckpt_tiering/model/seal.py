@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ckpt_tiering.errors import FormatError
+from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.manifest import FileEntry, Metadata
 
 __all__ = ["Seal", "decode_seal"]
@@ -51,6 +52,13 @@ class Seal(BaseModel):
     num_nodes: Annotated[int, Field(ge=1)]
     part_bytes: Annotated[int, Field(ge=1)]
     files: tuple[FileEntry, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Seal:
+        SaveId.parse(self.save_id)
+        if any(file.rank != self.rank for file in self.files):
+            raise ValueError(f"holds files of other ranks than {self.rank}")
+        return self
 
     def agrees_with(self, other: Seal) -> str | None:
         """Return the name of the first field in which shards of one save must agree but don't."""

@@ -90,9 +90,10 @@ def lag_metrics(  # noqa: PLR0913  what the metrics are made of, all by keyword
     if durable is not None:
         values["ckpt/last_durable_step"] = durable.step
         if durable.staged_at is not None:
-            values["ckpt/stage_seconds"] = durable.staged_at - durable.snapshot_at
+            values["ckpt/stage_seconds"] = max(0.0, durable.staged_at - durable.snapshot_at)
         if durable.started_at is not None and durable.uploaded_at is not None:
-            seconds = durable.uploaded_at - durable.started_at
+            seconds = max(0.0, durable.uploaded_at - durable.started_at)
             values["ckpt/upload_seconds"] = seconds
-            values["ckpt/upload_bytes_per_second"] = durable.total_bytes / max(seconds, 1e-9)
+            if seconds > 0:  # wall clocks are set back at times
+                values["ckpt/upload_bytes_per_second"] = durable.total_bytes / seconds
     return values

@@ -14,12 +14,14 @@ __all__ = ["redact"]
 _SECRET_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 _MIN_SECRET_CHARS = 6  # shorter values would blank out ordinary words
 _PATTERNS = (
-    (re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+@"), "***@"),
+    (re.compile(r"(?<=://)[^/\s:@]+:\S+@"), "***@"),  # secrets may hold a slash, or an @
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{12,}\b"), "***"),
     (re.compile(r"(?i)\b(x-amz-[a-z-]*(?:signature|credential|token)[a-z-]*=)[^&\s]+"), r"\1***"),
     (re.compile(r"(?i)\b(signature|awsaccesskeyid)=[^&\s]+"), r"\1=***"),
     (
-        re.compile(r"(?i)(secret[_-]?access[_-]?key|session[_-]?token)(\W{1,4})[^\s,;'\"]+"),
+        re.compile(
+            r"(?i)(secret[_-]?access[_-]?key|(?:session|security)[_-]?token)([^\w*]{1,4})[^\s,;'\"]+"
+        ),
         r"\1\2***",
     ),
 )

@@ -16,7 +16,6 @@ from ckpt_tiering.journal.rows import NewSave
 from ckpt_tiering.model.events import Event, EventKind
 from ckpt_tiering.model.ids import SaveId, node_name, rank_name
 from ckpt_tiering.model.layout import FILES_NAME, SEAL_NAME, StagingLayout
-from ckpt_tiering.model.lifecycle import SaveState
 from ckpt_tiering.model.plan import PlannedObject, digest_of, plan_objects
 from ckpt_tiering.model.seal import Seal, decode_seal
 
@@ -150,19 +149,17 @@ def _event(seals: Sequence[Seal], now: float) -> Event:
 
 def _refuse(journal: Journal, directory: Path, seals: Sequence[Seal], now: float, why: str) -> None:
     """Keep a save that can never become durable in the journal, so that it is seen."""
-    if not journal.admit(_new_save(directory, seals, (), ()), _event(seals, now)):
-        return
-    row = journal.find(seals[0].run, seals[0].save_id)
-    assert row is not None, "it was admitted one line above"
+    save = _new_save(directory, seals, (), ())
     event = Event(
         kind=EventKind.FAILED,
         at=now,
-        run=row.run,
-        save_id=row.save_id,
-        step=row.step,
+        run=save.run,
+        save_id=save.save_id,
+        step=save.step,
         fields={"error": why},
     )
-    journal.move(row, SaveState.FAILED, event, error=why)
+    # With one stroke: a save without objects that is not failed would become durable, empty.
+    journal.admit(save, _event(seals, now), failed=event, error=why)
 
 
 def _broken_files(directory: Path, seal: Seal, check_digests: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_tiering.errors import ConflictError, NotFoundError
+from ckpt_tiering.errors import ConflictError, NotFoundError, TransientError
 from ckpt_tiering.model.events import Event, EventKind
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import commit_key, node_manifest_key, node_manifest_prefix
@@ -104,7 +104,8 @@ def _put_once(session: Session, key: str, data: bytes, writer: str | None) -> bo
         )
     )
     if isinstance(outcome, AlreadyExists):
-        _check_same(session, key, data)
+        if not _check_same(session, key, data):
+            raise TransientError(f"{key} was there and is gone again", key=key)
         return _is_writer(session, key, writer)
     return True
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_tiering.errors import FormatError, NotFoundError
+from ckpt_tiering.errors import ErrorKind, FormatError, NotFoundError
 from ckpt_tiering.model.catalog import SaveInfo, newest_named
+from ckpt_tiering.model.findings import Finding, Problem
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import COMMITS_PREFIX, commit_key
-from ckpt_tiering.model.manifest import Manifest, NodeManifest, decode
+from ckpt_tiering.model.manifest import (
+    MAX_DOCUMENT_BYTES,
+    Manifest,
+    NodeManifest,
+    NodeRef,
+    decode,
+    make_manifest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,12 +28,15 @@ if TYPE_CHECKING:
     from ckpt_tiering.pipeline.session import Session
 
 __all__ = [
+    "Catalog",
     "WholeSave",
     "all_infos",
+    "catalog",
+    "check_manifests",
+    "commits",
     "durable_ids",
     "find_named",
     "load_save",
-    "missing_objects",
     "newest",
     "read_info",
 ]
@@ -41,24 +52,56 @@ class WholeSave:
     nodes: tuple[NodeManifest, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What lies below `commits/`: the saves, newest first, and what is no usable commit."""
+
+    saves: tuple[SaveInfo, ...]
+    unusable: tuple[Finding, ...]
+
+
+def commits(session: Session) -> tuple[list[SaveId], list[Finding]]:
+    """Return the ids of all durable saves, newest first, and foreign files; by one listing."""
+    listing = session.call(lambda: list(session.store.list(COMMITS_PREFIX)))
+    ids: list[SaveId] = []
+    foreign: list[Finding] = []
+    for info in listing:
+        name = info.key.removeprefix(COMMITS_PREFIX)
+        try:
+            save_id = SaveId.parse(name.removesuffix(".json"))
+        except FormatError:
+            save_id = None
+        if save_id is not None and commit_key(save_id) == info.key:
+            ids.append(save_id)
+        else:
+            why = f"{info.key} is no commit of ours; ignored"
+            foreign.append(Finding(problem=Problem.FOREIGN, key=info.key, message=why))
+    return sorted(ids, reverse=True), foreign
+
+
 def durable_ids(session: Session) -> list[SaveId]:
     """Return the ids of all durable saves, newest first, by one listing.
 
     Foreign files below ``commits/`` are left alone and mentioned in the log.
     """
-    listing = session.call(lambda: list(session.store.list(COMMITS_PREFIX)))
-    ids = []
-    for info in listing:
-        name = info.key.removeprefix(COMMITS_PREFIX)
-        try:
-            ids.append(SaveId.parse(name.removesuffix(".json")))
-        except FormatError:
-            _log.info("%s/%s is no commit of ours; ignored", session.store.url, info.key)
-    return sorted(ids, reverse=True)
+    ids, foreign = commits(session)
+    for finding in foreign:
+        _log.info("%s: %s", session.store.url, finding.message)
+    return ids
 
 
 def _read(session: Session, key: str) -> bytes:
-    return b"".join(session.call(lambda: list(session.store.get(key))))
+    """Read a document; of one that is too long to be decoded only as much as shows that."""
+
+    def attempt() -> bytes:
+        data = bytearray()
+        for chunk in session.store.get(key):
+            data += chunk
+            if len(data) > MAX_DOCUMENT_BYTES:
+                break
+        return bytes(data)
+
+    return session.call(attempt)
 
 
 def _manifest(session: Session, save_id: SaveId) -> Manifest:
@@ -87,44 +130,92 @@ def load_save(session: Session, save_id: SaveId) -> WholeSave:
         FormatError: A manifest is not what the commit point says.
     """
     manifest = _manifest(session, save_id)
-    nodes: list[NodeManifest] = []
-    for ref in manifest.nodes:
-        data = _read(session, ref.key)
-        if hashlib.sha256(data).hexdigest() != ref.sha256:
-            raise FormatError(
-                f"{ref.key} is not the node manifest that was committed: its SHA-256 differs",
-                key=ref.key,
-            )
-        nodes.append(decode(NodeManifest, data, ref.key))
-    return WholeSave(SaveInfo.of(session.store.url, manifest), tuple(nodes))
+    nodes = tuple(_checked_node(_read(session, ref.key), ref) for ref in manifest.nodes)
+    return WholeSave(SaveInfo.of(session.store.url, manifest), nodes)
 
 
-def missing_objects(session: Session, save: WholeSave) -> list[str]:
-    """Return what is wrong with the objects of a save, by asking the store for each: a HEAD apiece.
+def _checked_node(data: bytes, ref: NodeRef) -> NodeManifest:
+    if hashlib.sha256(data).hexdigest() != ref.sha256:
+        raise FormatError(
+            f"{ref.key} is not the node manifest that was committed: its SHA-256 differs",
+            key=ref.key,
+        )
+    return decode(NodeManifest, data, ref.key)
 
-    Each entry names an object that is gone, has another size, or another checksum.
+
+def check_manifests(
+    session: Session, save_id: SaveId
+) -> tuple[list[NodeManifest] | None, list[Finding]]:
+    """Read all manifests of a save, going on where `load_save` stops.
+
+    Returns:
+        The node manifests that are good (None if not even the commit point is), and what is wrong.
+
+    Raises:
+        NotFoundError: There is no such durable save.
     """
-    wrong: list[str] = []
+    key = commit_key(save_id)
+    try:
+        manifest = _manifest(session, save_id)
+    except FormatError as error:
+        return None, [_unusable(key, save_id, error.message)]
+    looked = [(ref.key, *_look_at_node(session, save_id, ref)) for ref in manifest.nodes]
+    wrong = [finding for _, _, finding in looked if not isinstance(finding, NodeManifest)]
+    good = [(k, data, node) for k, data, node in looked if isinstance(node, NodeManifest)]
+    if not wrong and not _follows(manifest, good):
+        why = f"{key} does not follow from its node manifests"
+        wrong.append(_unusable(key, save_id, why))
+    return [node for _, _, node in good], wrong
 
-    def look(key: str, size_bytes: int, crc64nvme: str) -> None:
-        info = session.call(lambda: session.store.head(key))
-        if info is None:
-            wrong.append(f"{key} is gone")
-        elif info.size_bytes != size_bytes:
-            wrong.append(f"{key} has {info.size_bytes} bytes, the manifest says {size_bytes}")
-        elif (
-            session.capabilities.checks_crc64nvme
-            and info.crc64nvme is not None
-            and info.crc64nvme != int(crc64nvme, 16)
-        ):
-            wrong.append(
-                f"{key} has CRC64NVME {info.crc64nvme:016x}, the manifest says {crc64nvme}"
-            )
 
-    session.run_all(
-        partial(look, o.key, o.size_bytes, o.crc64nvme) for n in save.nodes for o in n.objects
+def _follows(manifest: Manifest, nodes: list[tuple[str, bytes, NodeManifest]]) -> bool:
+    try:
+        return make_manifest(nodes) == manifest
+    except ValueError:  # the nodes contradict one another
+        return False
+
+
+def _unusable(key: str, save_id: SaveId, why: str) -> Finding:
+    return Finding(problem=Problem.MANIFEST, key=key, message=why, save_id=str(save_id))
+
+
+def _look_at_node(
+    session: Session, save_id: SaveId, ref: NodeRef
+) -> tuple[bytes, NodeManifest | Finding]:
+    try:
+        data = _read(session, ref.key)
+    except NotFoundError as error:
+        if error.kind is ErrorKind.NO_SUCH_BUCKET:
+            raise
+        finding = _unusable(ref.key, save_id, f"{ref.key} is not there")
+        return b"", replace(finding, problem=Problem.MISSING, expected=ref.sha256)
+    try:
+        return data, _checked_node(data, ref)
+    except FormatError as error:
+        found = hashlib.sha256(data).hexdigest()
+        finding = _unusable(ref.key, save_id, error.message)
+        return data, replace(finding, expected=ref.sha256, found=found)
+
+
+def catalog(session: Session) -> Catalog:
+    """Read all manifests, in parallel. What can't be used is told, not logged."""
+    ids, unusable = commits(session)
+    saves: list[SaveInfo] = []
+
+    def read(save_id: SaveId) -> None:
+        try:
+            saves.append(read_info(session, save_id))
+        except NotFoundError as error:
+            if error.kind is ErrorKind.NO_SUCH_BUCKET:
+                raise  # otherwise it was deleted since the listing
+        except FormatError as error:
+            unusable.append(_unusable(commit_key(save_id), save_id, error.message))
+
+    session.run_all(partial(read, save_id) for save_id in ids)
+    return Catalog(
+        tuple(sorted(saves, key=lambda s: s.id, reverse=True)),
+        tuple(sorted(unusable, key=lambda f: f.key, reverse=True)),
     )
-    return sorted(wrong)
 
 
 def all_infos(session: Session) -> Iterator[SaveInfo]:

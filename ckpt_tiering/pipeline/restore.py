@@ -6,6 +6,7 @@ downloaded bears another one. A bad copy is set aside, reported, and the next ti
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tiering.errors import FormatError, IntegrityError, TransientError
-from ckpt_tiering.fsio import digest_file, ensure_room, fsync_directory
+from ckpt_tiering.fsio import digest_file, disk_errors, ensure_room, fsync_directory
 from ckpt_tiering.model.digest import crc64
 from ckpt_tiering.model.manifest import FileEntry, NodeManifest
 from ckpt_tiering.model.pack import PACK_BELOW_BYTES
@@ -81,25 +82,26 @@ def restore_files(  # noqa: PLR0913  three of them are what, the others how
         CkptTieringError: As of `ObjectStore`, after the retries.
     """
     job = _Restore(session, target, progress)
-    target.mkdir(parents=True, exist_ok=True)
-    for node in nodes:
-        entries = [f for f in node.files if wanted(f.path)]
-        for entry in entries:
-            job.check_target(entry)
-            if entry.kind == "dir":
-                (target / entry.path).mkdir(parents=True, exist_ok=True)
-        remote = [
-            f
-            for f in entries
-            if f.kind == "file" and not job.from_local(f, local_copies(f), share=share)
-        ]
-        ensure_room(target, sum(f.size_bytes for f in remote))
-        session.run_all(job.downloads(node, remote))
-        for entry in entries:
-            if entry.kind == "link":
-                job.link(entry)
-    for directory, _, _ in os.walk(target, topdown=False):
-        fsync_directory(Path(directory))
+    with disk_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
+        for node in nodes:
+            entries = [f for f in node.files if wanted(f.path)]
+            for entry in entries:
+                job.check_target(entry)
+                if entry.kind == "dir":
+                    (target / entry.path).mkdir(parents=True, exist_ok=True)
+            remote = [
+                f
+                for f in entries
+                if f.kind == "file" and not job.from_local(f, local_copies(f), share=share)
+            ]
+            ensure_room(target, sum(f.size_bytes for f in remote))
+            session.run_all(job.downloads(node, remote))
+            for entry in entries:
+                if entry.kind == "link":
+                    job.link(entry)
+        for directory, _, _ in os.walk(target, topdown=False):
+            fsync_directory(Path(directory))
     return job.report
 
 
@@ -117,15 +119,20 @@ class _Restore:
         self.report = RestoreReport()
 
     def check_target(self, entry: FileEntry) -> None:
-        """Refuse to write through a link that lies in the target directory already."""
-        parent = (self._target / entry.path).parent
-        while parent != self._target:
+        """Refuse to write through a link, or over something else, that lies in the target."""
+        path = self._target / entry.path
+        hint = "restore into an empty directory"
+        for parent in path.parents[: len(path.parts) - len(self._target.parts) - 1]:
             if parent.is_symlink():
                 raise FormatError(
                     f"{parent} is a symbolic link: {entry.path!r} would be written through it",
-                    hint="restore into an empty directory",
+                    hint=hint,
                 )
-            parent = parent.parent
+            if parent.exists() and not parent.is_dir():
+                raise FormatError(f"{parent} is not a directory", hint=hint)
+        is_dir = path.is_dir() and not path.is_symlink()
+        if os.path.lexists(path) and is_dir != (entry.kind == "dir"):
+            raise FormatError(f"{path} is there, and is no {entry.kind}", hint=hint)
 
     def link(self, entry: FileEntry) -> None:
         """Make a symbolic link of the save."""
@@ -139,28 +146,39 @@ class _Restore:
         for copy in copies:
             if not copy.is_file() or copy.is_symlink():
                 continue
-            if copy != self._target / entry.path:
-                part = self._partial(entry)
-                part.unlink(missing_ok=True)
-                if share:
-                    part.hardlink_to(copy)
-                else:
-                    shutil.copyfile(copy, part)
-            else:
-                part = copy  # an earlier restore on this node left it
-            # Digested under its new name: what was compared is what gets the file's name.
-            if digest_file(part, entry.part_bytes) == digest_of(entry):
-                if part != copy and not share:
+            # An earlier restore left it, or, unless shared, it is a file of the user's own.
+            in_place = copy == self._target / entry.path
+            part = copy if in_place else self._partial(entry)
+            try:
+                if not in_place:
+                    self._take(copy, part, share=share)
+                # Digested under its new name: what was compared is what gets the file's name.
+                good = digest_file(part, entry.part_bytes) == digest_of(entry)
+            except OSError as error:
+                if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+                    raise
+                good = False  # the disk can't read it, or it was evicted meanwhile
+            if good:
+                if not in_place and not share:
                     self._set_mode(entry, part)
                 self._finish(entry, part)
                 self.report.from_nvme += 1
                 self._progress(entry.size_bytes)
                 return True
-            part.unlink()
-            self.report.quarantined.append(str(copy))
-            if part != copy:
+            if not in_place:
+                part.unlink(missing_ok=True)
+            if (share or not in_place) and copy.exists():
+                self.report.quarantined.append(str(copy))
                 copy.rename(copy.with_name(_short_name(entry) + QUARANTINE_SUFFIX))
         return False
+
+    @staticmethod
+    def _take(copy: Path, part: Path, *, share: bool) -> None:
+        part.unlink(missing_ok=True)
+        if share:
+            part.hardlink_to(copy)
+        else:
+            shutil.copyfile(copy, part)
 
     def downloads(
         self, node: NodeManifest, entries: Sequence[FileEntry]
@@ -231,8 +249,10 @@ class _Restore:
                 sink.seek(start)
                 for chunk in self._session.store.get(key, entry.offset + start, entry.offset + end):
                     crc = crc64(chunk, crc)
-                    sink.write(chunk)
                     position += len(chunk)
+                    view = memoryview(chunk)
+                    while view:  # a nearly full disk takes less than it was given
+                        view = view[sink.write(view) :]
             if position != end:
                 raise TransientError(f"{key} ended at byte {position} of {end}", key=key)
             return crc

@@ -5,15 +5,25 @@ Runs on the caller's thread and blocks for as long as the disk takes. Reaches no
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ckpt_tiering.errors import CapacityError, ErrorKind, FormatError
-from ckpt_tiering.fsio import fsync_directory, make_private, remove_tree, write_atomically
+from pydantic import ValidationError
+
+from ckpt_tiering.errors import ConfigError, ErrorKind, FormatError
+from ckpt_tiering.fsio import (
+    disk_errors,
+    fsync_directory,
+    make_private,
+    remove_tree,
+    write_atomically,
+)
 from ckpt_tiering.model.digest import FileDigest, StreamDigest
 from ckpt_tiering.model.layout import (
     FILES_NAME,
@@ -35,6 +45,9 @@ if TYPE_CHECKING:
 __all__ = ["ShardHeader", "ShardWriter", "StagedFile", "StagedSave"]
 
 _BUFFER_BYTES = MIB
+_PATH_ERRORS = frozenset(
+    [errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +75,46 @@ class _DigestingFile(io.RawIOBase):
         self._path = path
         self._descriptor = os.open(path, flags, mode)
         self._stream = StreamDigest(part_bytes)
+        self._failed: OSError | None = None
+
+    # There is no fileno(): numpy and others would write to it, past the digest.
 
     def writable(self) -> bool:
         return True
 
-    def fileno(self) -> int:
-        return self._descriptor
-
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        left = view
-        try:
+        with self._noting_failure():
+            left = view
             while left:
                 left = left[os.write(self._descriptor, left) :]
-        except OSError as error:
-            raise CapacityError(
-                f"staging file {self._path} can't be written: {error.strerror}",
-                hint="free space on the staging disk, or lower nvme_budget",
-            ) from error
         self._stream.update(view)
         return len(view)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """What was written in part is not what the digest is of: never go on after an error."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            with disk_errors(self._path):
+                yield
+        except OSError as error:
+            self._failed = error
+            raise
 
     def close(self) -> None:
         if not self.closed:
             try:
-                os.fsync(self._descriptor)
+                with self._noting_failure():
+                    os.fsync(self._descriptor)
             finally:
                 os.close(self._descriptor)
                 super().close()
 
     def digest(self) -> FileDigest:
+        if self._failed is not None:
+            raise self._failed
         return self._stream.digest()
 
 
@@ -119,6 +142,7 @@ class ShardWriter:
 
     Raises:
         FormatError: The save id was used before on this disk by this rank.
+        ConfigError: The name or the metadata can't be written down.
     """
 
     def __init__(self, layout: StagingLayout, header: ShardHeader, clock: Clock) -> None:
@@ -128,6 +152,7 @@ class ShardWriter:
         self._snapshot_at = clock.now()
         self._entries: dict[str, FileEntry] = {}
         self._open: dict[str, StagedFile] = {}
+        self._refuse_what_no_seal_holds()
         self.directory = layout.rank_dir(header.url, header.save_id, header.rank)
         if self.directory.exists():
             raise FormatError(f"{self.directory} exists: save {header.save_id} was made before")
@@ -148,41 +173,58 @@ class ShardWriter:
             mode: Permission bits to record and to restore.
 
         Raises:
-            FormatError: The path is not legal, or was written before.
+            FormatError: The path is not legal, was written before, or lies below a file.
+            CapacityError: The disk has no room.
         """
         check_relative_path(path)
-        if path in self._open or path in self._entries:
-            raise FormatError(f"path {path!r} occurs twice in one save", kind=ErrorKind.PATH)
+        self._refuse_twice(path)
         target = self.local_path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        raw = _DigestingFile(target, mode | 0o600, self._header.part_bytes)
+        try:
+            with disk_errors(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                raw = _DigestingFile(target, mode | 0o600, self._header.part_bytes)
+        except OSError as error:
+            if error.errno not in _PATH_ERRORS:
+                raise
+            raise FormatError(
+                f"path {path!r} can't lie on the staging disk: {error.strerror}",
+                kind=ErrorKind.PATH,
+            ) from error
         file = StagedFile(raw, _BUFFER_BYTES)
         self._open[path] = file
         return file
+
+    def _refuse_twice(self, path: str) -> None:
+        if path in self._open or path in self._entries:
+            raise FormatError(f"path {path!r} occurs twice in one save", kind=ErrorKind.PATH)
 
     def add_tree(self, source: Path) -> None:
         """Copy a directory tree into the shard: files, links and empty directories.
 
         Raises:
             FormatError: A name is not legal, a link leads out of the tree, something is neither
-                file, link nor directory, or a file changed while it was copied.
+                file, link nor directory, can't be read, or changed while it was copied.
+            CapacityError: The disk has no room.
         """
         for path, info in _scan(source):
             if stat.S_ISLNK(info.st_mode):
                 target = str((source / path).readlink())
                 check_link(path, target)
+                self._refuse_twice(path)
                 self._entries[path] = FileEntry(
                     path=path, kind="link", rank=self._header.rank, target=target
                 )
                 link = self.local_path(path)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(target)
+                with disk_errors(link):
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.symlink_to(target)
             elif stat.S_ISDIR(info.st_mode):
                 mode = stat.S_IMODE(info.st_mode)
                 self._entries[path] = FileEntry(
                     path=path, kind="dir", rank=self._header.rank, mode=mode
                 )
-                self.local_path(path).mkdir(parents=True, exist_ok=True)
+                with disk_errors(self.local_path(path)):
+                    self.local_path(path).mkdir(parents=True, exist_ok=True)
             elif stat.S_ISREG(info.st_mode):
                 self._copy(source / path, path, info)
             else:
@@ -197,7 +239,8 @@ class ShardWriter:
             while chunk := reader.read(_BUFFER_BYTES):
                 w.write(chunk)
             after = os.fstat(reader.fileno())
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        facts = ("st_ino", "st_size", "st_mtime_ns")
+        if any(getattr(before, fact) != getattr(after, fact) for fact in facts):
             raise FormatError(
                 f"{source} changed while it was staged",
                 hint="hand a directory over only when nothing writes to it any more",
@@ -208,43 +251,76 @@ class ShardWriter:
 
         Returns:
             The seal that was written.
+
+        Raises:
+            FormatError: The files can't lie in one tree, or one was changed past its stream.
+            CapacityError: The disk has no room, or had none while a file was written.
         """
-        for path, file in self._open.items():
-            file.close()
-            digest = file.digest()
-            self._entries[path] = FileEntry(
-                path=path,
-                kind="file",
-                rank=self._header.rank,
-                mode=stat.S_IMODE(self.local_path(path).stat().st_mode),
-                size_bytes=digest.size_bytes,
-                crc64nvme=f"{digest.crc:016x}",
-                part_bytes=digest.part_bytes,
-                parts=tuple(f"{crc:016x}" for crc in digest.part_crcs),
-            )
-        check_tree(list(self._entries.values()))
-        for directory, _, _ in os.walk(self.directory, topdown=False):
-            fsync_directory(Path(directory))
-        header = self._header
-        seal = Seal(
-            run=str(header.url),
-            store_options=header.store_options,
-            save_id=str(header.save_id),
-            name=header.name,
-            metadata=header.metadata,
-            snapshot_at=self._snapshot_at,
-            staged_at=self._clock.now(),
-            rank=header.rank,
-            ranks_on_node=header.ranks_on_node,
-            node_rank=header.node_rank,
-            num_nodes=header.num_nodes,
-            part_bytes=header.part_bytes,
-            files=tuple(self._entries.values()),
-        )
-        write_atomically(self.directory / SEAL_NAME, seal.encode())
-        for parent in (self.directory.parent, self.directory.parent.parent):
-            fsync_directory(parent)
+        with disk_errors(self.directory):
+            for path, file in self._open.items():
+                self._entries[path] = self._finish(path, file)
+            check_tree(list(self._entries.values()))
+            for directory, _, _ in os.walk(self.directory, topdown=False):
+                fsync_directory(Path(directory))
+            seal = self._make_seal()
+            write_atomically(self.directory / SEAL_NAME, seal.encode())
+            for parent in (self.directory.parent, self.directory.parent.parent):
+                fsync_directory(parent)
         return seal
+
+    def _finish(self, path: str, file: StagedFile) -> FileEntry:
+        file.close()
+        digest, info = file.digest(), self.local_path(path).lstat()
+        if info.st_size != digest.size_bytes:
+            raise FormatError(
+                f"{path!r} has {info.st_size} bytes, {digest.size_bytes} were written to its stream"
+            )
+        return FileEntry(
+            path=path,
+            kind="file",
+            rank=self._header.rank,
+            mode=stat.S_IMODE(info.st_mode),
+            size_bytes=digest.size_bytes,
+            crc64nvme=f"{digest.crc:016x}",
+            part_bytes=digest.part_bytes,
+            parts=tuple(f"{crc:016x}" for crc in digest.part_crcs),
+        )
+
+    def _refuse_what_no_seal_holds(self) -> None:
+        """Find out before the first byte, not after the last one."""
+        seal = self._make_seal()
+        try:
+            seal.encode()
+        except ValueError as error:
+            raise ConfigError(
+                f"the name or the metadata of save {seal.save_id} is not valid UTF-8"
+            ) from error
+
+    def _make_seal(self) -> Seal:
+        header = self._header
+        try:
+            return Seal(
+                run=str(header.url),
+                store_options=header.store_options,
+                save_id=str(header.save_id),
+                name=header.name,
+                metadata=header.metadata,
+                snapshot_at=self._snapshot_at,
+                staged_at=self._clock.now(),
+                rank=header.rank,
+                ranks_on_node=header.ranks_on_node,
+                node_rank=header.node_rank,
+                num_nodes=header.num_nodes,
+                part_bytes=header.part_bytes,
+                files=tuple(self._entries.values()),
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"save {header.save_id} can't be described: {where}: {first['msg']}",
+                hint="names are text; metadata is text, numbers, booleans and None",
+            ) from error
 
     def discard(self) -> None:
         """Delete the shard: its save was given up before it was sealed."""
@@ -287,10 +363,19 @@ class StagedSave:
 
 def _scan(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield path and status of everything below ``root``, without following links."""
-    for directory, folders, names in os.walk(root):
+
+    def refuse(error: OSError) -> NoReturn:
+        # Left to itself, os.walk passes over what it can't read: a checkpoint with holes.
+        raise FormatError(f"{error.filename} can't be staged: {error.strerror}") from error
+
+    for directory, folders, names in os.walk(root, onerror=refuse):
         folders.sort()
         relative = os.path.relpath(directory, root)
         for name in sorted(folders + names):
             path = name if relative == "." else f"{relative}/{name}"
             check_relative_path(path)
-            yield path, os.lstat(os.path.join(directory, name))  # noqa: PTH118  raw names
+            try:
+                info = os.lstat(os.path.join(directory, name))  # noqa: PTH118  raw names
+            except FileNotFoundError as error:
+                refuse(error)
+            yield path, info

@@ -32,14 +32,18 @@ def verify(journal: Journal, session: Session, save: SaveRow, now: Callable[[], 
     """Compare all objects of an uploaded save with their digests.
 
     Returns:
-        The save: verified, or staged again if the store held other bytes than were sent.
+        The save: verified, or staged again if an object is to be sent (again).
 
     Raises:
         IntegrityError: The store held other bytes again and again.
         CkptTieringError: As of `ObjectStore`, after the retries.
     """
     wrong: list[ObjectRow] = []
-    pending = [o for o in journal.objects(save) if o.state is ObjectState.SENT]
+    objects = journal.objects(save)
+    if any(o.state not in {ObjectState.SENT, ObjectState.VERIFIED} for o in objects):
+        # An agent died between putting objects back and putting the save back, see `_send_again`.
+        return journal.move(save, SaveState.STAGED)
+    pending = [o for o in objects if o.state is ObjectState.SENT]
     session.run_all(partial(_check, journal, session, obj, wrong) for obj in pending)
     if wrong:
         return _send_again(journal, session, save, wrong, now())

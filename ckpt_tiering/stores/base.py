@@ -213,7 +213,6 @@ class ObjectStore(Protocol):
         """Drop an upload and its parts; one that is gone is no error."""
         ...
 
-
     def close(self) -> None:
         """Let go of connections; the next verb opens new ones."""
         ...
