@@ -22,6 +22,7 @@ from ckpt_tiering.model.catalog import SaveInfo
 from ckpt_tiering.model.ids import SaveId, new_incarnation
 from ckpt_tiering.model.layout import SEAL_NAME, StagingLayout
 from ckpt_tiering.pipeline.stage import ShardHeader, ShardWriter, StagedSave
+from ckpt_tiering.pipeline.staged import find_staged
 from ckpt_tiering.reader import Reader
 
 if TYPE_CHECKING:
@@ -262,6 +263,17 @@ class TieredCheckpointer:
             NotFoundError: The save has no such file.
         """
         return self._reader.fetch(save, path)
+
+    def staged_file(self, save_id: str, path: str) -> Path:
+        """Return the staged copy of a file of a save that need not be durable yet.
+
+        Its bytes were compared with the digests in the seal.
+
+        Raises:
+            NotFoundError: It is not staged on this node.
+            IntegrityError: The copy is not what was sealed.
+        """
+        return find_staged(self._layout.save_dir(self._url, SaveId.parse(save_id)), path)
 
     def restore(
         self,

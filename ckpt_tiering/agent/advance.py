@@ -99,7 +99,6 @@ class Advancer:
         remove_tree(Path(save.directory), inside=self._staging)
         event = self._event(save, EventKind.DELETED, objects=objects, bytes=save.total_bytes)
         self._journal.forget(save, event)
-        self._journal.drop_removals(save.run, save.save_id)
 
     def _event(self, save: SaveRow, kind: EventKind, **fields: str | float | None) -> Event:
         return Event(

@@ -122,7 +122,7 @@ class AgentClient:
             running = self._connect()
             connection = running or self._spawn()
             try:
-                reply = self._exchange(connection, self._hello)
+                reply = self._exchange(connection, self._greeting())
                 if reply.ok:
                     return connection
                 if running is None:
@@ -135,6 +135,10 @@ class AgentClient:
                     raise
             connection.close()
             self._clock.sleep(_POLL_S)
+
+    def _greeting(self) -> Hello:
+        environment = {k: v for k, v in os.environ.items() if k.startswith("AWS_")}
+        return self._hello.model_copy(update={"environment": environment})
 
     def tell(self, message: Request) -> None:
         """Tell the agent something, without waiting for it to listen: it may be starved or gone.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import sqlite3
 import sys
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_tiering import __version__
 from ckpt_tiering.agent.advance import Advancer
@@ -43,11 +44,15 @@ from ckpt_tiering.pipeline.admit import Admission, admit, staged_directories
 from ckpt_tiering.retention import evictable
 from ckpt_tiering.stores.opening import open_store
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 __all__ = ["Agent", "Until"]
 
 Until = Literal["no_trainer", "idle", "stopped"]
 
 PULSE_S = 0.5
+JOURNAL_RETRY_S = 5.0
 FIRST_TRAINER_WITHIN_S = 30.0
 LEASE_S = 60.0
 NVME_SHARE = 0.8
@@ -86,6 +91,7 @@ class Agent:
         self._news = threading.Event()
         self._incomplete: frozenset[Path] = frozenset()
         self._new_settings: AgentSettings | None = None
+        self._environment_changed = threading.Event()
         self._meter = Meter()
         self._log = EventLog(self._journal, layout.events)
         self._sessions = Sessions(
@@ -152,7 +158,18 @@ class Agent:
         self._journal.set_settings(hello.settings.model_dump_json())
         self._sessions.limit(hello.settings.max_bandwidth)
         self._new_settings = hello.settings  # the rest when the worker is between two steps
+        self._take_over(hello.environment)
         self._sweep_torn(StoreUrl.parse(hello.run), hello.incarnation)
+
+    def _take_over(self, environment: Mapping[str, str]) -> None:
+        """Go on with the credentials of the newest trainer, unless this agent is a service."""
+        mine = {k: v for k, v in os.environ.items() if k.startswith("AWS_")}
+        if self._until == "stopped" or not environment or environment == mine:
+            return
+        for name in mine.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        self._environment_changed.set()
 
     def _sweep_torn(self, url: StoreUrl, incarnation: str) -> None:
         """Delete what earlier starts of a run staged and did not finish: it can't become whole."""
@@ -189,7 +206,11 @@ class Agent:
         pulse.start()
         try:
             while not self._stop.is_set() and not self._finished():
-                self._turn()
+                try:
+                    self._turn()
+                except sqlite3.Error as error:  # a full disk; what is staged is not less staged
+                    sys.stderr.write(f"the journal can't be written: {error}\n")
+                    self._clock.wait(self._stop, JOURNAL_RETRY_S)
         finally:
             self._server.close()
             self._sessions.close()
@@ -201,6 +222,10 @@ class Agent:
 
     def _turn(self) -> None:
         self._wake.clear()
+        if self._environment_changed.is_set():
+            self._environment_changed.clear()
+            self._sessions.close()
+            self._journal.reclaim()  # what waits because of the old credentials is due now
         settings, self._new_settings = self._new_settings, None
         if settings is not None:
             self._settings = settings
@@ -271,7 +296,8 @@ class Agent:
             try:
                 self._write_status()
                 self._log.copy()
-            except OSError as error:  # a full disk: the page grows old, which is how it is seen
+            except (OSError, sqlite3.Error) as error:
+                # A full disk: the page grows old, which is how it is seen.
                 sys.stderr.write(f"status page or event log can't be written: {error}\n")
             self._clock.wait(self._news, PULSE_S)
             self._news.clear()

@@ -73,6 +73,8 @@ class Hello(_Message):
         run: URL of the run's root.
         incarnation: Token of this start of the job.
         settings: The part of the configuration that concerns the agent; the newest trainer's holds.
+        environment: The trainer's ``AWS_*`` variables: an agent that an earlier job started would
+            go on with that job's credentials. Kept in memory only.
     """
 
     kind: Literal["hello"] = "hello"
@@ -81,6 +83,7 @@ class Hello(_Message):
     run: str
     incarnation: str
     settings: AgentSettings
+    environment: dict[str, str] = Field(default_factory=dict, repr=False)
 
 
 class Sealed(_Message):
@@ -207,7 +210,9 @@ def parse_request(data: bytes) -> Request:
     try:
         return _requests.validate_json(data)
     except ValidationError as error:
-        raise FormatError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
+        # Without the input, which may hold credentials; for the same reason not `from error`.
+        why = "; ".join(e["msg"] for e in error.errors(include_input=False, include_url=False))
+        raise FormatError(f"not a message of protocol {PROTOCOL_VERSION}: {why}") from None
 
 
 def send(connection: socket.socket, message: BaseModel) -> None:

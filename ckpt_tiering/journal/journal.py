@@ -242,8 +242,11 @@ class Journal(Database):
         return fresh
 
     def forget(self, save: SaveRow, event: Event) -> None:
-        """Drop a save that was deleted everywhere."""
+        """Drop a save that was deleted everywhere, and the wishes for that."""
         with self.transaction() as db:
+            db.execute(
+                "DELETE FROM removals WHERE run = ? AND save_id = ?", (save.run, save.save_id)
+            )
             db.execute("DELETE FROM saves WHERE id = ?", (save.id,))
             self._put_event(db, event)
 

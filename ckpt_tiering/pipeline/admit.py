@@ -76,7 +76,9 @@ def admit(journal: Journal, directory: Path, now: float, *, check_digests: bool)
         return Admission.INCOMPLETE
     broken = [b for seal in seals for b in _broken_files(directory, seal, check_digests)]
     if broken:
-        journal.emit(_torn(directory, now, "; ".join(broken[:10])))
+        why = "; ".join(broken[:10])
+        journal.emit(_torn(directory, now, why))
+        _refuse(journal, directory, seals, now, f"torn on the staging disk: {why}")
         return Admission.TORN
     try:
         objects, files = _plan(seals)

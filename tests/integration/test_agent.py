@@ -140,7 +140,10 @@ def test_staging_path_over_the_limit_of_unix_sockets(bucket_url: str, tmp_path: 
 def test_p5_store_that_is_away_shows_and_heals(
     weed: S3Server, bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong credentials: staged, pending with its reason, lag rising; right ones: durable."""
+    """Wrong credentials: staged, pending with its reason, lag rising; right ones: durable.
+
+    A job that starts with new credentials brings them to the agent that an earlier one started.
+    """
     staging = tmp_path / "nvme"
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a").write_bytes(b"1")
@@ -154,10 +157,14 @@ def test_p5_store_that_is_away_shows_and_heals(
         assert values["ckpt/durable_lag_steps"] == 6
         assert values["ckpt/staged"] == 1
         saver.close(timeout=0)
-        os.kill(agent_pid(staging), signal.SIGKILL)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", weed.secret_key)
-        saver.start()
-        saver.wait(WAIT_S)
+    first = agent_pid(staging)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", weed.secret_key)
+    with TieredCheckpointer(bucket_url, staging=staging, drain_timeout=20) as next_job:
+        assert next_job.settle_pending(WAIT_S)
+        assert agent_pid(staging) == first, "the agent goes on, with the new job's credentials"
+        latest = next_job.latest()
+        assert latest is not None
+        assert latest.step == 3
     text = StagingLayout(staging).events.read_text(encoding="utf-8")
     assert weed.access_key not in text
     assert weed.secret_key not in text

@@ -100,7 +100,9 @@ def test_p1_b06_a_damaged_file_was_not_staged(node: World, how: str) -> None:
     directory, _ = node.stage()
     damage(directory / "r000000/f/model.pt", how)
     assert take(node, directory) is Admission.TORN
-    assert node.journal.saves() == []
+    (row,) = node.journal.saves()
+    assert row.state is SaveState.FAILED
+    assert node.journal.objects(row) == []
     (event,) = node.events("torn")
     assert event["save_id"] == directory.name
     assert "r000000/f/model.pt" in event["error"]
