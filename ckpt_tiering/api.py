@@ -22,7 +22,7 @@ from ckpt_tiering.model.catalog import SaveInfo
 from ckpt_tiering.model.ids import SaveId, new_incarnation
 from ckpt_tiering.model.layout import SEAL_NAME, StagingLayout
 from ckpt_tiering.pipeline.stage import ShardHeader, ShardWriter, StagedSave
-from ckpt_tiering.pipeline.staged import find_staged
+from ckpt_tiering.pipeline.staged import verified_copy
 from ckpt_tiering.reader import Reader
 
 if TYPE_CHECKING:
@@ -264,16 +264,16 @@ class TieredCheckpointer:
         """
         return self._reader.fetch(save, path)
 
-    def staged_file(self, save_id: str, path: str) -> Path:
-        """Return the staged copy of a file of a save that need not be durable yet.
+    def staged_copy(self, link: str | Path) -> Path:
+        """Return the staged file that a path is or leads to, after comparing it with its seal.
 
-        Its bytes were compared with the digests in the seal.
+        For saves that are not durable yet; the others are fetched.
 
         Raises:
             NotFoundError: It is not staged on this node.
-            IntegrityError: The copy is not what was sealed.
+            IntegrityError: It is not what was sealed.
         """
-        return find_staged(self._layout.save_dir(self._url, SaveId.parse(save_id)), path)
+        return verified_copy(Path(link))
 
     def restore(
         self,

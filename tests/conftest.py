@@ -57,7 +57,7 @@ def s3_server(request: pytest.FixtureRequest) -> S3Server:
 
 @pytest.fixture
 def bucket_url(weed: WeedServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run's root in a fresh bucket on weed; the environment leads there, also for children."""
+    """A fresh run's root on weed; the environment leads there, also for children."""
     return _fresh_root(weed, monkeypatch)
 
 
@@ -70,4 +70,4 @@ def any_bucket_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 def _fresh_root(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in server.env().items():
         monkeypatch.setenv(name, value)
-    return f"s3://{server.new_bucket()}/run"
+    return server.new_root()

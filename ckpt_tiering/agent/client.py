@@ -121,6 +121,13 @@ class AgentClient:
         while True:
             running = self._connect()
             connection = running or self._spawn()
+            if connection is None:
+                if self._clock.monotonic() >= deadline:
+                    raise AgentError(
+                        f"the agent of {self._layout.staging} neither listens nor ends"
+                    )
+                self._clock.sleep(_POLL_S)
+                continue
             try:
                 reply = self._exchange(connection, self._greeting())
                 if reply.ok:
@@ -177,7 +184,7 @@ class AgentClient:
             return None
         return connection
 
-    def _spawn(self) -> socket.socket:
+    def _spawn(self) -> socket.socket | None:
         self._last_start = self._clock.monotonic()
         command = [sys.executable, "-P", "-m", "ckpt_tiering.agent"]
         with self._layout.log.open("ab") as log:
@@ -198,7 +205,11 @@ class AgentClient:
             if connection is not None:
                 return connection
             code = self._process.poll()
-            if code not in (None, _EXIT_ALREADY_RUNNING):
+            if code == _EXIT_ALREADY_RUNNING:
+                return (
+                    self._connect()
+                )  # an agent that ends keeps its lock after it stopped listening
+            if code is not None:
                 break
             self._clock.sleep(_POLL_S)
         raise AgentError(

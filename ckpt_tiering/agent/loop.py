@@ -284,7 +284,7 @@ class Agent:
         expecting = self._until == "no_trainer" and not self._server.ever_had_trainers
         if expecting and alone_s < FIRST_TRAINER_WITHIN_S:
             return False
-        busy = self._journal.next_due() is not None
+        busy = self._journal.next_due() is not None or self._removals.work()
         return not busy or alone_s > self._settings.linger
 
     # --- the pulse ---------------------------------------------------------------------------

@@ -71,20 +71,25 @@ class SaveInfo:
         )
 
 
-def _common_tail(first: str, second: str) -> int:
+def _common_tail(name: str, wanted: str) -> int:
+    """Return how many last components are equal; 0 if that is no more than a file name by chance.
+
+    One component counts only if it is all that one of the two has.
+    """
+    ours, theirs = name.split("/"), wanted.strip("/").split("/")
     count = 0
-    for a, b in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
+    for a, b in zip(reversed(ours), reversed(theirs), strict=False):
         if a != b:
             break
         count += 1
-    return count
+    return count if count > 1 or count == min(len(ours), len(theirs)) else 0
 
 
 def newest_named(saves: Iterable[SaveInfo], name: str) -> SaveInfo | None:
     """Pick the newest save of a name.
 
-    An exact match wins. Otherwise the longest common tail of path components decides, the last one
-    at least: a name that was a path on another node, or in another version folder, is still found.
+    An exact match wins. Otherwise the longest common tail of path components decides: a name that
+    was a path on another node, or in another version folder, is still found.
     """
     candidates: Sequence[SaveInfo] = [s for s in saves if s.name is not None]
     exact = [s for s in candidates if s.name == name]

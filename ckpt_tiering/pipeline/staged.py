@@ -1,4 +1,4 @@
-"""A look at what is staged on this node before it is durable: compared with its seal, as always."""
+"""A look at what is staged here and not durable yet: no manifest vouches for it, its seal does."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from ckpt_tiering.model.seal import decode_seal
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["find_staged"]
+__all__ = ["verified_copy"]
 
 
-def find_staged(directory: Path, path: str) -> Path:
-    """Return a staged file of a save, after reading it once and comparing.
-
-    Args:
-        directory: Staging directory of the save.
-        path: Path within the checkpoint.
+def verified_copy(link: Path) -> Path:
+    """Return the staged file that ``link`` is or leads to, after reading all of it once.
 
     Raises:
-        NotFoundError: No shard of the save on this node has it.
+        NotFoundError: It is not on this node, or its save was never sealed.
         IntegrityError: It is not what was sealed.
         FormatError: The seal is torn.
     """
-    for sealed in sorted(directory.glob(f"*/{SEAL_NAME}")):
-        for entry in decode_seal(sealed.read_bytes(), str(sealed)).files:
-            if entry.path != path or entry.kind != "file":
-                continue
-            file = sealed.parent / FILES_NAME / path
-            if digest_file(file, entry.part_bytes) != digest_of(entry):
-                raise IntegrityError(f"staged file {file} changed after it was sealed", key=path)
-            return file
-    raise NotFoundError(f"no shard staged in {directory} has a file {path!r}")
+    file = link.resolve()
+    shard = next((p for p in file.parents if (p / SEAL_NAME).is_file()), None)
+    if shard is None:
+        raise NotFoundError(f"checkpoint {link} is neither durable nor staged on this node")
+    seal = decode_seal((shard / SEAL_NAME).read_bytes(), str(shard / SEAL_NAME))
+    path = file.relative_to(shard / FILES_NAME).as_posix()
+    digests = [digest_of(entry) for entry in seal.files if entry.path == path]
+    if not digests or digest_file(file, seal.part_bytes) != digests[0]:
+        raise IntegrityError(
+            f"{file} is not what was staged for save {seal.save_id}, which is not durable",
+            hint="resume from an earlier checkpoint",
+            key=path,
+        )
+    return file

@@ -60,6 +60,7 @@ class S3Server:
     def __init__(self) -> None:
         self._clients: list[S3Client] = []
         self._client: S3Client | None = None
+        self._shared_bucket = ""
 
     def client(self, **config: Any) -> S3Client:
         """Return a boto3 client, closed with the server; ``config`` is botocore's ``Config``."""
@@ -76,6 +77,12 @@ class S3Server:
         self._clients.append(client)
         self._client = self._client or (None if config else client)
         return client
+
+    def new_root(self) -> str:
+        """Return the URL of a run that nobody used before, in a bucket that all such runs share."""
+        if not self._shared_bucket:
+            self._shared_bucket = self.new_bucket()
+        return f"s3://{self._shared_bucket}/runs/{secrets.token_hex(6)}"
 
     def close_clients(self) -> None:
         """Close the connections of all clients that were handed out."""
@@ -181,7 +188,9 @@ class WeedServer(S3Server):
             "-s3.port.lance=0",
             "-master.telemetry=false",  # on by default
             "-master.volumeSizeLimitMB=1024",
-            "-volume.max=0",
+            # Every bucket takes seven volumes, and they are empty files until something is in them;
+            # by default a server of ours would refuse its tenth bucket.
+            "-volume.max=5000",
             "-webdav=false",
             "-admin.ui=false",  # its port is bound all the same
         ]

@@ -56,7 +56,8 @@ def split(url: str) -> tuple[str, str]:
 
 
 def open_uploads(client: S3Client, url: str) -> list[tuple[str, str]]:
-    listing = client.list_multipart_uploads(Bucket=split(url)[0])
+    bucket, prefix = split(url)
+    listing = client.list_multipart_uploads(Bucket=bucket, Prefix=f"{prefix}/")
     return [(u["Key"], u["UploadId"]) for u in listing.get("Uploads", [])]
 
 

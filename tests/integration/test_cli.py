@@ -108,7 +108,7 @@ class Bucket:
         self._client.delete_object(Bucket=self._bucket, Key=f"{self._prefix}/{key}")
 
     def keys(self) -> list[str]:
-        listing = self._client.list_objects_v2(Bucket=self._bucket)
+        listing = self._client.list_objects_v2(Bucket=self._bucket, Prefix=f"{self._prefix}/")
         return [entry["Key"] for entry in listing.get("Contents", ())]
 
 
@@ -125,7 +125,7 @@ class Run:
 @pytest.fixture(scope="module")
 def made_run(weed: WeedServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
     staging = tmp_path_factory.mktemp("run") / "nvme"
-    url = f"s3://{weed.new_bucket()}/run"
+    url = weed.new_root()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in weed.env().items():
             patch.setenv(name, value)
@@ -199,7 +199,7 @@ def test_show(run: Run) -> None:
         [f"{bucket_url}/saves/{older}"],
         [bucket_url, "--save", older],
         [bucket_url, "--save", "epoch=1/a.ckpt"],
-        [bucket_url, "--save", "/other/version/a.ckpt"],
+        [bucket_url, "--save", "/other/node/epoch=1/a.ckpt"],
     ):
         assert answer("show", *arguments)["save"]["save_id"] == str(older)
     files = {f["path"]: f for f in answer("show", bucket_url, "--files")["files"]}
@@ -358,7 +358,7 @@ def test_where_checksums_lie_verify_says_what_it_compared(
 ) -> None:
     for name, value in moto.env().items():
         monkeypatch.setenv(name, value)
-    url = f"s3://{moto.new_bucket()}/run"
+    url = moto.new_root()
     save_id = stage_save(tmp_path / "nvme", url, FILES)
     ship(tmp_path / "nvme")
     assert answer("ls", url)["saves"][0]["verified"] == "read-back"
@@ -490,7 +490,7 @@ def test_doctor_of_a_store_that_lies(
 ) -> None:
     for name, value in moto.env().items():
         monkeypatch.setenv(name, value)
-    url = f"s3://{moto.new_bucket()}/run"
+    url = moto.new_root()
     seen = answer("doctor", url)
     assert seen["ok"] is True, "it can be used all the same"
     assert seen["durability"] == "read-back"

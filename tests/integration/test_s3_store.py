@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def opened(server: S3Server, monkeypatch: pytest.MonkeyPatch, root: str = "run/a b") -> S3Store:
     for name, value in server.env().items():
         monkeypatch.setenv(name, value)
-    url = StoreUrl.parse(f"s3://{server.new_bucket()}/{root}")
+    url = StoreUrl.parse(f"{server.new_root()}/{root}")
     store = open_store(url, StoreOptions(endpoint_url=server.endpoint_url))
     assert isinstance(store, S3Store)
     return store
@@ -169,7 +169,7 @@ def test_the_endpoint_is_found_as_boto3_users_expect(
     for name, value in weed.env().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", weed.endpoint_url)
-    store = open_store(StoreUrl.parse(f"s3://{weed.new_bucket()}/run"), StoreOptions())
+    store = open_store(StoreUrl.parse(weed.new_root()), StoreOptions())
     store.put("f", Body.of_bytes(b"x"))
     assert read(store, "f") == b"x"
 

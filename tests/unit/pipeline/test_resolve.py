@@ -164,6 +164,8 @@ def infos(names: Sequence[str | None]) -> list[SaveInfo]:
         (["x/v0/last.ckpt", "x/v1/last.ckpt"], "last.ckpt", 1),
         (["a/last.ckpt", None], "last.ckpt", 0),
         (["a/last.ckpt", None], "best.ckpt", None),
+        (["last.ckpt"], "/other/node/last.ckpt", 0),
+        (["a/b/last.ckpt"], "/nowhere/last.ckpt", None),
         (["not-last.ckpt"], "last.ckpt", None),
         ([None], "", None),
     ],
@@ -178,7 +180,7 @@ def test_a_name_finds_the_longest_common_tail_then_the_newest(
 def test_names_are_looked_for_in_the_store(node: World) -> None:
     node.durable(SOME, name="a/last.ckpt")
     node.durable(SOME, name="a/other.ckpt", step=200)
-    found = find_named(node.session, "/elsewhere/last.ckpt")
+    found = find_named(node.session, "/elsewhere/a/last.ckpt")
     assert found is not None
     assert found.step == 100
     assert find_named(node.session, "nothing") is None

@@ -1,0 +1,282 @@
+"""Lightning's ``CheckpointIO``, on the three-stage path: memory, NVMe, store."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from ckpt_tiering.api import TieredCheckpointer
+from ckpt_tiering.errors import FormatError
+from ckpt_tiering_lightning import resume
+from ckpt_tiering_lightning.agreement import decided_by_rank_zero, succeed_together
+from ckpt_tiering_lightning.locate import OrdinaryFile, StagedLink, locate
+from ckpt_tiering_lightning.names import (
+    Places,
+    is_link_into,
+    is_remote,
+    is_scratch,
+    place_link,
+    tidy,
+)
+
+if TYPE_CHECKING:
+    from ckpt_tiering.api import SaveInfo
+
+__all__ = ["TieredCheckpointIO"]
+
+log = logging.getLogger(__name__)
+# Where a training loop of Fabric's may keep its step; Lightning's own checkpoints have the first.
+_STEP_KEYS = ("global_step", "step", "iteration", "iter_num", "step_count")
+
+
+def _on_cpu(storage: Any, _location: str) -> Any:
+    """Load tensors to the CPU, as Lightning's own ``CheckpointIO`` does by default."""
+    return storage
+
+
+class TieredCheckpointIO(CheckpointIO):
+    """Saves checkpoints to NVMe and returns; an agent beside training ships them to the store.
+
+    ``Trainer(plugins=[TieredCheckpointIO("s3://bucket/run-42", staging="/nvme/ckpt")])`` is all
+    that a script needs; for single device and DDP, and for Fabric with the same two. Paths keep
+    their meaning: a saved path becomes a link to the staged file, so `best_model_path` and
+    ``load_from_checkpoint`` work while the copy on NVMe is there, and loading it through a trainer
+    works anywhere, also on a node that has never seen it.
+
+    Cheap to construct, and picklable: neither starts an agent nor reaches a store. Fabric never
+    says when training is over: end with ``io.close()``, or leave what is staged to the agent.
+
+    Args:
+        store: Root of the run, ``s3://bucket/path``.
+        staging: Directory on a node-local disk; None to take it from ``CKPT_TIERING_STAGING`` or
+            the configuration file.
+        **options: Fields of `ckpt_tiering.config.TieringConfig`.
+
+    Raises:
+        ConfigError: An option is unknown, has a bad value, or contradicts another.
+    """
+
+    def __init__(self, store: str, *, staging: str | Path | None = None, **options: Any) -> None:
+        self._arguments: dict[str, Any] = {"store": store, "staging": staging, **options}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._checkpointer = TieredCheckpointer(**self._arguments)
+        self._in_use = False
+        self._places = Places()
+        self._staged: dict[str, str] = {}  # save ids by name
+        self._loaded: SaveInfo | None = None
+        self._marked = False
+        self._counter: int | None = None
+        resume.install(type(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"arguments": self._arguments, "places": self._places}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._arguments = state["arguments"]
+        self._begin()
+        self._places = state["places"]
+
+    @property
+    def checkpointer(self) -> TieredCheckpointer:
+        """What saves and loads, for `wait`, `status` and the like."""
+        return self._checkpointer
+
+    @property
+    def places(self) -> Places:
+        """Directories that checkpoint paths are relative to; the companion callback sets them."""
+        return self._places
+
+    @places.setter
+    def places(self, places: Places) -> None:
+        self._places = places
+
+    def start(self) -> None:
+        """Make sure that this node's agent runs. Only for the rank that saves."""
+        self._in_use = True
+        self._checkpointer.start()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint to NVMe and hand it over to the agent. Blocks while it is written.
+
+        The step is taken from the checkpoint: ``global_step``, or with Fabric also ``step``,
+        ``iteration``, ``iter_num`` or ``step_count``. A state with none of them is counted on from
+        the newest checkpoint of the run.
+
+        Raises:
+            TypeError: ``storage_options`` are given.
+            SaveFailedError: An earlier save failed for good, and the policy is to raise.
+            CapacityError: The staging disk is full.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
+                f" is not supported for `{type(self).__name__}`: give options to its constructor"
+            )
+        reference = tidy(path)
+        if is_scratch(reference):
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+            return
+        self.start()
+        self.mark_resumed()
+        name = self._places.name_of(reference)
+        metadata = _metadata(checkpoint) | {"file": name.file}
+        step = self._step_of(checkpoint)
+        with (
+            self._checkpointer.stage(step, name=name.name, metadata=metadata) as save,
+            save.open(name.file) as stream,
+        ):
+            torch.save(checkpoint, stream)
+        self._staged[name.name] = save.save_id
+        if not is_remote(reference):
+            _link(reference, save.local_path(name.file))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = _on_cpu,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint from NVMe or the store; every byte of it was verified.
+
+        A collective when training is distributed: all ranks load what rank 0 chose. Blocks on the
+        store, and up to `resume_wait` while the agent finishes what is staged here.
+
+        Args:
+            path: ``tier://latest``, ``tier://<save id>``, an ``s3://`` URL of a run, a save or an
+                object of a save, or a path. A file that is there and not ours is loaded as ever.
+            map_location: As for ``torch.load``.
+            weights_only: As for ``torch.load``.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+            IntegrityError: No copy of it is whole.
+            CkptTieringError: The store can't be reached.
+        """
+        reference = tidy(path)
+        if is_scratch(reference):
+            return _torch_load(path, map_location, weights_only)
+        found = decided_by_rank_zero(
+            lambda: locate(self._checkpointer, reference, self._places, self._staged)
+        )
+        if isinstance(found, OrdinaryFile):
+            return _torch_load(found.path, map_location, weights_only)
+        file = succeed_together(lambda: self._bring(found))
+        checkpoint = _torch_load(file, map_location, weights_only)
+        if not isinstance(found, StagedLink):
+            self._loaded, self._marked = found, False
+        return checkpoint
+
+    def _bring(self, found: SaveInfo | StagedLink) -> Path:
+        if isinstance(found, StagedLink):
+            return self._checkpointer.staged_copy(found.path)
+        return self._checkpointer.fetch(found, _file_of(found))
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Ask for a checkpoint to be removed; does not block.
+
+        The link at ``path`` goes at once; the save goes when something newer is durable, and never
+        if training was resumed from it. A file that is not ours is deleted as ever.
+        """
+        reference = tidy(path)
+        if is_scratch(reference) or self._is_ordinary(reference):
+            TorchCheckpointIO().remove_checkpoint(path)
+            return
+        if not is_remote(reference):
+            Path(reference).unlink(missing_ok=True)
+        self.start()  # a request needs somebody to hear it
+        self._checkpointer.request_removal(self._places.name_of(reference).name)
+
+    def _is_ordinary(self, path: str) -> bool:
+        if is_remote(path):
+            return False
+        return Path(path).exists() and not is_link_into(path, self._checkpointer.config.staging)
+
+    def teardown(self) -> None:
+        """Wait until what is staged is durable, at most `drain_timeout`, and let go of the agent.
+
+        What is not durable by then goes on in the agent. No collective, and nothing to wait for on
+        ranks that never saved. The next save takes up the agent again.
+        """
+        self.close()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Like `teardown`, with a bound of its own in seconds."""
+        if self._in_use:
+            self._in_use = False
+            self._checkpointer.close(timeout)
+
+    def forget_loaded(self) -> None:
+        """Forget what was loaded: what comes is no continuation of it."""
+        self._loaded, self._marked = None, False
+
+    def mark_resumed(self) -> None:
+        """Protect the checkpoint that training goes on from. Only for the rank that saves."""
+        if self._loaded is not None and not self._marked:
+            self._marked = True
+            self._checkpointer.mark_resumed(self._loaded)
+
+    def _step_of(self, checkpoint: dict[str, Any]) -> int:
+        for key in _STEP_KEYS:
+            step = _as_step(checkpoint.get(key))
+            if step is not None:
+                return step
+        if self._counter is None:
+            # Counting from 0 after a restart would make the new saves older than the old ones.
+            known = (self._loaded, self._checkpointer.latest())
+            self._counter = max((save.step for save in known if save), default=-1)
+        self._counter += 1
+        return self._counter
+
+
+def _as_step(value: Any) -> int | None:
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        step = operator.index(value)
+    except TypeError:
+        return None
+    return step if step >= 0 else None
+
+
+def _metadata(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"framework": "lightning"}
+    epoch = _as_step(checkpoint.get("epoch"))
+    if epoch is not None:
+        facts["epoch"] = epoch
+    if "pytorch-lightning_version" in checkpoint and "optimizer_states" not in checkpoint:
+        facts["weights_only"] = True
+    return facts
+
+
+def _file_of(save: SaveInfo) -> str:
+    file = save.metadata.get("file")
+    if save.metadata.get("framework") != "lightning" or not isinstance(file, str):
+        raise FormatError(
+            f"{save.url} is not a checkpoint of Lightning's",
+            hint=f"`ckpt-tiering show {save.url}` says what it is",
+        )
+    return file
+
+
+def _torch_load(path: str | Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    # Before 2.6 there is no such argument.
+    more = {} if weights_only is None else {"weights_only": weights_only}
+    return TorchCheckpointIO().load_checkpoint(path, map_location=map_location, **more)
+
+
+def _link(path: str, target: Path) -> None:
+    try:
+        place_link(path, target)
+    except OSError as error:
+        # The checkpoint itself is safe, and more than what depends on its path is at stake.
+        log.warning("%s can't be made a link to the staged checkpoint: %s", path, error)
