@@ -80,10 +80,10 @@ def test_weed_rejects_foreign_credentials(weed: WeedServer) -> None:
 
 
 def test_the_environment_leads_to_the_server(any_bucket_url: str, s3_server: S3Server) -> None:
-    bucket = any_bucket_url.removeprefix("s3://").removesuffix("/run")
+    bucket, _, prefix = any_bucket_url.removeprefix("s3://").partition("/")
     client = boto3.session.Session().client("s3")
     assert client.meta.endpoint_url == s3_server.endpoint_url
-    assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
+    assert client.list_objects_v2(Bucket=bucket, Prefix=prefix)["KeyCount"] == 0
 
 
 def test_weed_listens_on_loopback_only(weed: WeedServer) -> None:

@@ -159,6 +159,8 @@ def main() -> None:
     answer = {"train": _train, "resume": _resume}[job["phase"]](job, ddp)
     rank = os.environ["RANK"]
     (Path(job["out"]) / f"{job['phase']}-{rank}.json").write_text(json.dumps(answer))
+    # Lightning leaves gloo's threads to the end of the process, where they abort it at times.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -158,6 +158,9 @@ def _locate_path(
     name = places.name_of(path).name
     checkpointer.settle_pending()
     found = _resolve(checkpointer, name)
+    if found is None and not Path(path).is_absolute():
+        # Not below this process's directory, but perhaps the end of the path it was saved under.
+        found = _resolve(checkpointer, path)
     newest_staged = staged.get(name) if there else None
     if found and found.name == name and newest_staged in {None, found.save_id}:
         return found
