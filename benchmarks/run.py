@@ -38,7 +38,7 @@ except ModuleNotFoundError:  # run as a script, whose folder is on the path inst
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-NUM_TENSORS = 64
+NUM_TENSORS = 300
 CLOCK = SystemClock()
 
 
@@ -58,13 +58,14 @@ def write_and_sync(state: Mapping[str, Any], path: Path) -> None:
 class Variants:
     """The ways to save that are compared. Each returns stall and time to durable in seconds."""
 
-    def __init__(self, server: WeedServer, home: Path) -> None:
+    def __init__(self, server: WeedServer, home: Path, state: Mapping[str, torch.Tensor]) -> None:
         self._home = home
         self._bucket = server.new_bucket()
         self._client = boto3.client("s3")
         self._ours = TieredCheckpointer(f"s3://{self._bucket}/ours", staging=home / "nvme")
         self._ours.start()
         self._step = 0
+        self._copies = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
     def ours(self, state: Mapping[str, Any]) -> tuple[float, float]:
         """Save to NVMe, upload, verify, commit; durable means compared and committed."""
@@ -75,8 +76,16 @@ class Variants:
         self._ours.wait()
         return stall, CLOCK.monotonic() - start
 
+    def memcpy(self, state: Mapping[str, Any]) -> tuple[float, float]:
+        """Copy every tensor into memory that is there: what no snapshot can do without."""
+        start = CLOCK.monotonic()
+        for name, tensor in state.items():
+            self._copies[name].copy_(tensor)
+        stall = CLOCK.monotonic() - start
+        return stall, stall
+
     def disk_only(self, state: Mapping[str, Any]) -> tuple[float, float]:
-        """torch.save and fsync to the same disk: the floor of this version's stall."""
+        """torch.save and fsync to the same disk, which is not durable if the node is lost."""
         start = CLOCK.monotonic()
         write_and_sync(state, self._home / "plain.pt")
         stall = CLOCK.monotonic() - start
@@ -106,10 +115,11 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
         del os.environ[name]
     with WeedServer() as server, tempfile.TemporaryDirectory() as home:
         os.environ.update(server.env())
-        variants = Variants(server, Path(home))
         state = make_state(mib)
+        variants = Variants(server, Path(home), state)
         ways: list[Callable[[Mapping[str, Any]], tuple[float, float]]] = [
             variants.ours,
+            variants.memcpy,
             variants.disk_only,
             variants.disk_then_boto3,
         ]
@@ -137,13 +147,13 @@ def main() -> None:
     options = parser.parse_args()
     medians = measure(options.mib, options.rounds)
     table = Table(title=f"{options.mib} MiB, medians of {options.rounds} interleaved rounds")
-    for column in ("way", "stall s", "vs disk only", "durable s", "vs disk, then boto3"):
+    for column in ("way", "stall s", "vs memcpy", "durable s", "vs disk, then boto3"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for name, figures in medians.items():
         table.add_row(
             name,
             f"{figures['stall_s']:.3f}",
-            f"{figures['stall_s'] / medians['disk_only']['stall_s']:.2f} x",
+            f"{figures['stall_s'] / medians['memcpy']['stall_s']:.2f} x",
             f"{figures['durable_s']:.3f}",
             f"{figures['durable_s'] / medians['disk_then_boto3']['durable_s']:.2f} x",
         )

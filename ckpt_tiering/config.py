@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
-__all__ = ["TieringConfig", "load_config"]
+__all__ = ["StagingMode", "StoreOptions", "TieringConfig", "load_config"]
 
 ENV_PREFIX = "CKPT_TIERING_"
 ENV_FILE = ENV_PREFIX + "CONFIG"
@@ -55,6 +55,9 @@ def _store_url(url: str) -> str:
     return url
 
 
+StagingMode = Literal["auto", "memory", "disk"]
+
+
 class StoreOptions(BaseModel):
     """How to reach a store: what boto3 calls by the same names. Never holds a secret.
 
@@ -78,6 +81,9 @@ class TieringConfig(StoreOptions):
         store: Root of the run, ``s3://bucket/path``.
         staging: Directory on a node-local disk (NVMe). Shared by the ranks of a node, and by runs
             that follow one another.
+        staging_mode: ``memory``: the step loop pays one copy of the state into shared memory, and
+            the agent writes it to NVMe. ``disk``: it is written in the step loop. ``auto``: memory
+            where there is room for it.
         part_bytes: Length of the parts of multipart uploads; raised by itself for huge files.
         concurrency: Number of requests that the agent keeps in flight. The upload holds at most
             this many windows of 1 MiB in memory.
@@ -97,6 +103,7 @@ class TieringConfig(StoreOptions):
 
     store: Annotated[str, AfterValidator(_store_url)]
     staging: Annotated[Path, BeforeValidator(_absolute)]
+    staging_mode: StagingMode = "auto"
     part_bytes: Bytes = Field(default=128 * MIB, ge=MIN_PART_BYTES, le=MAX_PART_BYTES)
     concurrency: int = Field(default=4, ge=1, le=64)
     max_bandwidth: Bytes | None = Field(default=None, ge=MIB)

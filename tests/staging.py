@@ -12,7 +12,8 @@ from ckpt_tiering.clock import SystemClock
 from ckpt_tiering.config import StoreOptions
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import StagingLayout, StoreUrl
-from ckpt_tiering.pipeline.stage import ShardHeader, ShardWriter
+from ckpt_tiering.model.seal import ShardHeader
+from ckpt_tiering.pipeline.stage import ShardWriter
 from ckpt_tiering.reader import Reader
 from ckpt_tiering.units import MIB
 

@@ -23,6 +23,8 @@ from ckpt_tiering.agent.protocol import (
     Reply,
     Request,
     Sealed,
+    Snapshot,
+    Staged,
     Status,
     Stop,
     receive,
@@ -35,6 +37,7 @@ from ckpt_tiering.model.events import EventKind
 from ckpt_tiering.observe.bus import append_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckpt_tiering.clock import Clock
@@ -73,9 +76,16 @@ class AgentClient:
         layout: The staging directory.
         hello: How to introduce this trainer.
         clock: For waiting.
+        on_staged: Called when the agent is through with a snapshot, from a thread of this client.
     """
 
-    def __init__(self, layout: StagingLayout, hello: Hello, clock: Clock) -> None:
+    def __init__(
+        self,
+        layout: StagingLayout,
+        hello: Hello,
+        clock: Clock,
+        on_staged: Callable[[Staged], None] = lambda _: None,
+    ) -> None:
         self._layout = layout
         self._hello = hello
         self._clock = clock
@@ -86,6 +96,8 @@ class AgentClient:
         self._closed = False
         self._last_start: float | None = None
         self._told: deque[Request] = deque(maxlen=REMEMBERED)
+        self._on_staged = on_staged
+        self._snapshots: dict[str, tuple[Snapshot, int]] = {}  # not on NVMe yet, by save id
 
     @property
     def is_connected(self) -> bool:
@@ -110,6 +122,8 @@ class AgentClient:
             self._connection = connection
             for message in list(self._told):
                 send(connection, message)
+            for snapshot, descriptor in list(self._snapshots.values()):
+                send(connection, snapshot, descriptor)
             watcher = threading.Thread(
                 target=self._watch, args=(connection,), name="agent-watch", daemon=True
             )
@@ -161,6 +175,21 @@ class AgentClient:
             assert self._connection is not None
             try:
                 send(self._connection, message)
+            except OSError as error:
+                _log.warning("the agent of %s does not listen: %s", self._layout.staging, error)
+
+    def hand_over(self, snapshot: Snapshot, descriptor: int) -> None:
+        """Give a snapshot in memory to the agent, and to the next one should this one die.
+
+        The memory must not change until `on_staged` was called with its save id. Does not wait.
+        """
+        with self._lock:
+            self._snapshots[snapshot.save_id] = (snapshot, descriptor)
+            if not self.is_connected:
+                return
+            assert self._connection is not None
+            try:
+                send(self._connection, snapshot, descriptor)
             except OSError as error:
                 _log.warning("the agent of %s does not listen: %s", self._layout.staging, error)
 
@@ -235,10 +264,16 @@ class AgentClient:
         return Reply.model_validate_json(receive(connection))
 
     def _watch(self, connection: socket.socket) -> None:
-        """Wait until the other end hangs up; then report it and start another agent."""
-        hung_up = select.poll()
-        hung_up.register(connection, select.POLLRDHUP)
-        hung_up.poll()
+        """Hear the agent until it hangs up; then report it and start another agent."""
+        waiting = select.poll()
+        waiting.register(connection, select.POLLIN)
+        try:
+            while waiting.poll():
+                staged = Staged.model_validate_json(receive(connection))
+                self._snapshots.pop(staged.save_id, None)
+                self._on_staged(staged)
+        except (OSError, ValueError, AgentError):
+            pass  # it is gone, or is closed here, or says what no agent of ours says
         with self._lock:
             if self._closed or self._connection is not connection:
                 return

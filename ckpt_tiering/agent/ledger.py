@@ -91,6 +91,7 @@ class Ledger:
         self._stall_s: float | None = None
         self._handed_over: dict[str, int] = {}  # id -> bytes, in the order of the hand-overs
         self._unwanted: set[str] = set()
+        self._not_staged: dict[str, str] = {}
         self._resumed: SaveInfo | None = None
         self._reported_durable: set[str] = set()
         self._raised: set[str] = set()
@@ -106,6 +107,11 @@ class Ledger:
         """Note a save that was sealed, and for how long the step loop stood still for it."""
         self._handed_over[save_id] = num_bytes
         self._stall_s = stall_s
+
+    def not_staged(self, save_id: str, error: str) -> None:
+        """Note a save that was captured and could not be written to NVMe."""
+        self._handed_over.pop(save_id, None)
+        self._not_staged[save_id] = error
 
     def unwanted(self, save_id: str) -> None:
         """Note that the removal of a save was asked for: it need not become durable."""
@@ -197,15 +203,28 @@ class Ledger:
             SaveFailedError: One or more did.
         """
         _, run = self._page()
-        failed = [s for s in run.failed if s.save_id not in self._raised]
-        self._raised.update(s.save_id for s in failed)
-        mine = [s for s in failed if SaveId.parse(s.save_id).incarnation == self._incarnation]
+        failed = {s.save_id: s.error or "" for s in run.failed} | self._not_staged
+        fresh = {i: SaveId.parse(i) for i in failed if i not in self._raised}
+        self._raised.update(fresh)
+        mine = {i: save for i, save in fresh.items() if save.incarnation == self._incarnation}
         if not mine:
             return
-        message = "; ".join(f"save of step {s.step} ({s.save_id}): {s.error}" for s in mine)
+        message = "; ".join(f"save of step {s.step} ({i}): {failed[i]}" for i, s in mine.items())
         if not quiet:
-            raise SaveFailedError(f"failed for good: {message}", step=mine[0].step)
+            step = min(mine.values()).step
+            raise SaveFailedError(f"failed for good: {message}", step=step)
         _log.error("failed for good: %s", message)
+
+    def raise_not_staged(self) -> None:
+        """Report saves that could not be written to NVMe, each once.
+
+        Raises:
+            SaveFailedError: One or more could not.
+        """
+        fresh = {i: why for i, why in self._not_staged.items() if i not in self._raised}
+        self._raised.update(fresh)
+        if fresh:
+            raise SaveFailedError("; ".join(f"save {i}: {why}" for i, why in fresh.items()))
 
     def status(self) -> Status:
         """Return what is known of the run."""

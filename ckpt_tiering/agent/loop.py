@@ -24,11 +24,13 @@ from ckpt_tiering.agent.protocol import (
     Pin,
     Request,
     Sealed,
+    Snapshot,
     Stop,
 )
 from ckpt_tiering.agent.removals import Removals
 from ckpt_tiering.agent.server import Server
 from ckpt_tiering.agent.sessions import Sessions, StoreOpener
+from ckpt_tiering.agent.stager import Stager
 from ckpt_tiering.agent.statuspage import PENDING_STATES, status_page
 from ckpt_tiering.clock import Clock, SystemClock
 from ckpt_tiering.errors import AgentError, ErrorKind, FormatError
@@ -40,12 +42,15 @@ from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import StagingLayout, StoreUrl
 from ckpt_tiering.model.lifecycle import SaveState
 from ckpt_tiering.observe.bus import EventLog
+from ckpt_tiering.observe.redact import redact
 from ckpt_tiering.pipeline.admit import Admission, admit, staged_directories
 from ckpt_tiering.retention import evictable
 from ckpt_tiering.stores.opening import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from pydantic import BaseModel
 
 __all__ = ["Agent", "Until"]
 
@@ -100,6 +105,7 @@ class Agent:
         self._sessions.configure(self._settings)
         self._advancer = Advancer(self._journal, self._sessions, self._clock, layout.staging)
         self._removals = Removals(self._journal, self._sessions, self._clock)
+        self._stager = Stager(layout, self._clock, self._take_in, self._refuse)
         self._server = Server(layout.agent_dir, self._handle, self._wake.set)
         self._boot_id = boot_id()
         self._alone_since: float | None = self._clock.monotonic()
@@ -115,8 +121,15 @@ class Agent:
         self._stop.set()
         self._wake.set()
 
-    def _handle(self, request: Request) -> None:
+    def _handle(
+        self, request: Request, descriptor: int | None, push: Callable[[BaseModel], None]
+    ) -> None:
+        if descriptor is not None and not isinstance(request, Snapshot):
+            os.close(descriptor)
         match request:
+            case Snapshot():
+                if descriptor is not None:
+                    self._stager.put(request, descriptor, push)
             case Hello():
                 self._greet(request)
             case Sealed():
@@ -148,6 +161,18 @@ class Agent:
         else:
             self._incomplete -= {directory}
         self._news.set()
+
+    def _refuse(self, snapshot: Snapshot, why: str) -> None:
+        """Say of a snapshot that it can't be staged."""
+        event = Event(
+            kind=EventKind.FAILED,
+            at=self._clock.now(),
+            run=snapshot.run,
+            save_id=snapshot.save_id,
+            step=SaveId.parse(snapshot.save_id).step,
+            fields={"error": redact(why)},
+        )
+        self._journal.emit(event)
 
     def _greet(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION or hello.release != __version__:
@@ -200,6 +225,7 @@ class Agent:
         self._say(EventKind.AGENT_STARTED, pid=os.getpid(), release=__version__)
         for directory in staged_directories(self._layout):
             self._take_in(directory, check_digests=True)
+        self._stager.start()
         self._server.start()
         done = threading.Event()
         pulse = threading.Thread(target=self._pulse, args=(done,), name="pulse")
@@ -213,6 +239,7 @@ class Agent:
                     self._clock.wait(self._stop, JOURNAL_RETRY_S)
         finally:
             self._server.close()
+            self._stager.close()
             self._sessions.close()
             self._say(EventKind.AGENT_STOPPED, pid=os.getpid(), pending=len(self._pending()))
             done.set()
@@ -284,6 +311,8 @@ class Agent:
         expecting = self._until == "no_trainer" and not self._server.ever_had_trainers
         if expecting and alone_s < FIRST_TRAINER_WITHIN_S:
             return False
+        if self._stager.held:
+            return False  # only this process holds it
         busy = self._journal.next_due() is not None or self._removals.work()
         return not busy or alone_s > self._settings.linger
 
@@ -307,6 +336,7 @@ class Agent:
             self._journal,
             self._meter.read(),
             incomplete=self._incomplete,
+            held=self._stager.held,
             pid=os.getpid(),
             boot_id=self._boot_id,
             heartbeat=self._clock.monotonic(),

@@ -7,6 +7,7 @@ no pickles. The socket lies in the staging directory, which only its owner can e
 from __future__ import annotations
 
 import os
+import socket
 import struct
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -22,9 +23,10 @@ from pydantic import (
 
 from ckpt_tiering.errors import AgentError, FormatError
 from ckpt_tiering.model.ids import SaveId
+from ckpt_tiering.model.layout import StoreUrl
+from ckpt_tiering.model.seal import ShardHeader
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -38,10 +40,13 @@ __all__ = [
     "RunStatus",
     "SaveStatus",
     "Sealed",
+    "Snapshot",
+    "Staged",
     "Status",
     "Stop",
     "parse_request",
     "receive",
+    "receive_with_descriptor",
     "send",
     "socket_address",
 ]
@@ -93,6 +98,70 @@ class Sealed(_Message):
     directory: str
 
 
+class Snapshot(_Message):
+    """A whole file lies in memory: write it to NVMe and seal it. Its descriptor comes along.
+
+    The fields are those of `Seal`; ``path`` is the file's path in the checkpoint, ``size_bytes``
+    its length from the start of the memory. Answered by `Staged` when the memory is free again.
+    """
+
+    kind: Literal["snapshot"] = "snapshot"
+    run: str
+    store_options: dict[str, str | None]
+    save_id: str
+    name: str | None
+    metadata: dict[str, str | int | float | bool | None]
+    snapshot_at: float
+    rank: int
+    ranks_on_node: int
+    node_rank: int
+    num_nodes: int
+    part_bytes: int
+    path: str
+    size_bytes: int
+
+    @classmethod
+    def of(cls, header: ShardHeader, snapshot_at: float, path: str, size_bytes: int) -> Self:
+        """Make the message for a shard of one file."""
+        return cls(
+            run=str(header.url),
+            store_options=header.store_options,
+            save_id=str(header.save_id),
+            name=header.name,
+            metadata=header.metadata,
+            snapshot_at=snapshot_at,
+            rank=header.rank,
+            ranks_on_node=header.ranks_on_node,
+            node_rank=header.node_rank,
+            num_nodes=header.num_nodes,
+            part_bytes=header.part_bytes,
+            path=path,
+            size_bytes=size_bytes,
+        )
+
+    def header(self) -> ShardHeader:
+        """Return what the shard is."""
+        return ShardHeader(
+            url=StoreUrl.parse(self.run),
+            store_options=self.store_options,
+            save_id=SaveId.parse(self.save_id),
+            name=self.name,
+            metadata=self.metadata,
+            rank=self.rank,
+            ranks_on_node=self.ranks_on_node,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+            part_bytes=self.part_bytes,
+        )
+
+
+class Staged(_Message):
+    """From the agent: what `Snapshot` handed over is on NVMe, or can't be, and why."""
+
+    save_id: str
+    error: str | None = None
+
+
 class Drop(_Message):
     """Somebody wants a save, or all saves of a name, to go; fields as of `journal.rows.Removal`."""
 
@@ -134,7 +203,7 @@ class Reply(_Message):
     release: str = ""
 
 
-Request = Annotated[Hello | Sealed | Drop | Pin | Stop, Field(discriminator="kind")]
+Request = Annotated[Hello | Sealed | Snapshot | Drop | Pin | Stop, Field(discriminator="kind")]
 _requests: TypeAdapter[Request] = TypeAdapter(Request)
 
 
@@ -160,7 +229,8 @@ class RunStatus(_Message):
     Attributes:
         run: URL of its root.
         pending: Saves that are staged and not durable yet, oldest first.
-        incomplete: Ids of saves that some rank of this node has sealed, and another one not yet.
+        incomplete: Ids of saves that lie in memory, or that some rank of this node has sealed and
+            another one not yet.
         failed: Saves that can't become durable.
         durable: The newest durable saves that passed this node, newest first.
     """
@@ -215,10 +285,16 @@ def parse_request(data: bytes) -> Request:
         raise FormatError(f"not a message of protocol {PROTOCOL_VERSION}: {why}") from None
 
 
-def send(connection: socket.socket, message: BaseModel) -> None:
-    """Send one message. Blocks for as long as the socket's timeout allows."""
+def send(connection: socket.socket, message: BaseModel, descriptor: int | None = None) -> None:
+    """Send one message, and a descriptor with it. Blocks as long as the socket's timeout allows."""
     data = message.model_dump_json().encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
+    frame = _LENGTH.pack(len(data)) + data
+    if descriptor is None:
+        connection.sendall(frame)
+        return
+    # The descriptor travels with the first byte; a full buffer may take only some of the others.
+    sent = socket.send_fds(connection, [frame], [descriptor])
+    connection.sendall(frame[sent:])
 
 
 def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
@@ -232,16 +308,35 @@ def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def receive(connection: socket.socket) -> bytes:
-    """Return the payload of one frame. Blocks for as long as the socket's timeout allows.
+    """Return the payload of one frame; a descriptor that came along is closed.
+
+    Blocks for as long as the socket's timeout allows.
 
     Raises:
         AgentError: The other side closed the connection.
         FormatError: The frame is too long to be one of ours.
     """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    data, descriptor = receive_with_descriptor(connection)
+    if descriptor is not None:
+        os.close(descriptor)
+    return data
+
+
+def receive_with_descriptor(connection: socket.socket) -> tuple[bytes, int | None]:
+    """Return the payload of one frame and the descriptor that came with it, now the caller's.
+
+    Raises:
+        AgentError: The other side closed the connection.
+        FormatError: The frame is too long to be one of ours.
+    """
+    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
+    if not head:
+        raise AgentError("the other side of the agent's socket closed the connection")
+    head += _exactly(connection, _LENGTH.size - len(head))
+    (length,) = _LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
         raise FormatError(f"a frame of {length} bytes is no message of ours")
-    return _exactly(connection, length)
+    return _exactly(connection, length), descriptors[0] if descriptors else None
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt_tiering import __version__
@@ -13,7 +15,7 @@ from ckpt_tiering.agent.protocol import (
     Request,
     Stop,
     parse_request,
-    receive,
+    receive_with_descriptor,
     send,
     socket_address,
 )
@@ -22,6 +24,10 @@ from ckpt_tiering.errors import AgentError, CkptTieringError, FormatError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from pydantic import BaseModel
+
+    Handler = Callable[[Request, int | None, Callable[[BaseModel], None]], None]
 
 __all__ = ["Server"]
 
@@ -34,13 +40,12 @@ class Server:
 
     Args:
         agent_dir: Where the socket goes.
-        handle: Called with each message, from the connection's thread; what it raises is sent back.
+        handle: Called with each message, the descriptor that came along (the handler's to close)
+            and a function that sends a message back at any time, from the connection's thread.
         on_change: Called when a trainer came or went.
     """
 
-    def __init__(
-        self, agent_dir: Path, handle: Callable[[Request], None], on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, agent_dir: Path, handle: Handler, on_change: Callable[[], None]) -> None:
         self._agent_dir = agent_dir
         self._handle = handle
         self._on_change = on_change
@@ -89,25 +94,36 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         self._count(1)
+        lock = threading.Lock()
+
+        def push(message: BaseModel) -> None:
+            with lock, suppress(OSError):  # a trainer that is gone needs no answer
+                send(connection, message)
+
         try:
             with connection:
                 while True:
-                    reply = self._answer(receive(connection))
+                    data, descriptor = receive_with_descriptor(connection)
+                    reply = self._answer(data, descriptor, push)
                     if reply is not None:
-                        send(connection, reply)
+                        push(reply)
         except (OSError, AgentError, FormatError):
             return  # the trainer is gone, or is none
         finally:
             self._count(-1)
 
-    def _answer(self, data: bytes) -> Reply | None:
-        """Handle a message; only greetings and orders to stop are answered."""
+    def _answer(
+        self, data: bytes, descriptor: int | None, push: Callable[[BaseModel], None]
+    ) -> Reply | None:
+        """Handle a message; only greetings and orders to stop are answered at once."""
         try:
             request = parse_request(data)
         except CkptTieringError as error:
+            if descriptor is not None:
+                os.close(descriptor)
             return Reply(ok=False, error=str(error), release=__version__)
         try:
-            self._handle(request)
+            self._handle(request, descriptor, push)
         except CkptTieringError as error:
             reply = Reply(ok=False, error=str(error), release=__version__)
         else:

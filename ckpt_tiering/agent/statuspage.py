@@ -44,11 +44,12 @@ def _show(row: SaveRow) -> SaveStatus:
     )
 
 
-def status_page(
+def status_page(  # noqa: PLR0913  all but two by keyword
     journal: Journal,
     reading: Reading,
     *,
     incomplete: Collection[Path] = (),
+    held: Collection[tuple[str, str]] = (),
     pid: int,
     boot_id: str,
     heartbeat: float,
@@ -59,6 +60,7 @@ def status_page(
         journal: What is known.
         reading: Totals.
         incomplete: Directories of saves that not all ranks of this node have sealed.
+        held: Run and save id of snapshots that are in memory only.
         pid: The agent's process.
         boot_id: The boot it belongs to.
         heartbeat: Monotonic seconds.
@@ -67,13 +69,14 @@ def status_page(
         RunStatus(
             run=run,
             pending=tuple(_show(s) for s in journal.saves(run, PENDING_STATES)),
-            incomplete=tuple(
-                d.name for d in incomplete if d.parent.parent.name == StoreUrl.parse(run).slug
+            incomplete=(
+                *(d.name for d in incomplete if d.parent.parent.name == StoreUrl.parse(run).slug),
+                *(save_id for of, save_id in held if of == run),
             ),
             failed=tuple(_show(s) for s in journal.saves(run, (SaveState.FAILED,))),
             durable=tuple(_show(s) for s in journal.newest_durable(run, DURABLE_SHOWN)),
         )
-        for run in journal.runs()
+        for run in sorted({*journal.runs(), *(run for run, _ in held)})
     ]
     return Status(
         release=__version__,

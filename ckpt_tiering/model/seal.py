@@ -6,15 +6,19 @@ that there is one; an agent that was not running finds it by itself.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ckpt_tiering.errors import FormatError
+from ckpt_tiering.errors import ConfigError, FormatError
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.manifest import FileEntry, Metadata
 
-__all__ = ["Seal", "decode_seal"]
+if TYPE_CHECKING:
+    from ckpt_tiering.model.layout import StoreUrl
+
+__all__ = ["Seal", "ShardHeader", "decode_seal"]
 
 
 class Seal(BaseModel):
@@ -68,6 +72,52 @@ class Seal(BaseModel):
     def encode(self) -> bytes:
         """Write the seal as JSON."""
         return self.model_dump_json().encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader:
+    """What is known of a shard before its first byte; see `Seal` for the fields."""
+
+    url: StoreUrl
+    store_options: dict[str, str | None]
+    save_id: SaveId
+    name: str | None
+    metadata: Metadata
+    rank: int
+    ranks_on_node: int
+    node_rank: int
+    num_nodes: int
+    part_bytes: int
+
+    def seal(self, files: tuple[FileEntry, ...], snapshot_at: float, staged_at: float) -> Seal:
+        """Make the seal of the shard.
+
+        Raises:
+            ConfigError: The name or the metadata is not what a seal can hold.
+        """
+        try:
+            return Seal(
+                run=str(self.url),
+                store_options=self.store_options,
+                save_id=str(self.save_id),
+                name=self.name,
+                metadata=self.metadata,
+                snapshot_at=snapshot_at,
+                staged_at=staged_at,
+                rank=self.rank,
+                ranks_on_node=self.ranks_on_node,
+                node_rank=self.node_rank,
+                num_nodes=self.num_nodes,
+                part_bytes=self.part_bytes,
+                files=files,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"save {self.save_id} can't be described: {where}: {first['msg']}",
+                hint="names are text; metadata is text, numbers, booleans and None",
+            ) from error
 
 
 def decode_seal(data: bytes, name: str) -> Seal:

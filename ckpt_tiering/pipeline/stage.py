@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pydantic import ValidationError
-
 from ckpt_tiering.errors import ConfigError, ErrorKind, FormatError
 from ckpt_tiering.fsio import (
     disk_errors,
@@ -23,17 +21,16 @@ from ckpt_tiering.fsio import (
     make_private,
     remove_tree,
     write_atomically,
+    write_direct,
 )
 from ckpt_tiering.model.digest import FileDigest, StreamDigest
 from ckpt_tiering.model.layout import (
     FILES_NAME,
     SEAL_NAME,
     StagingLayout,
-    StoreUrl,
     check_relative_path,
 )
-from ckpt_tiering.model.manifest import FileEntry, Metadata, check_link, check_tree
-from ckpt_tiering.model.seal import Seal
+from ckpt_tiering.model.manifest import FileEntry, check_link, check_tree
 from ckpt_tiering.units import MIB
 
 if TYPE_CHECKING:
@@ -41,29 +38,14 @@ if TYPE_CHECKING:
 
     from ckpt_tiering.clock import Clock
     from ckpt_tiering.model.ids import SaveId
+    from ckpt_tiering.model.seal import Seal, ShardHeader
 
-__all__ = ["ShardHeader", "ShardWriter", "StagedFile", "StagedSave"]
+__all__ = ["SavedState", "ShardWriter", "StagedFile", "StagedSave"]
 
 _BUFFER_BYTES = MIB
 _PATH_ERRORS = frozenset(
     [errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP]
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardHeader:
-    """What is known of a shard before its first byte; see `Seal` for the fields."""
-
-    url: StoreUrl
-    store_options: dict[str, str | None]
-    save_id: SaveId
-    name: str | None
-    metadata: Metadata
-    rank: int
-    ranks_on_node: int
-    node_rank: int
-    num_nodes: int
-    part_bytes: int
 
 
 class _DigestingFile(io.RawIOBase):
@@ -139,17 +121,25 @@ class ShardWriter:
         layout: The staging disk.
         header: What the shard is.
         clock: For the times in the seal.
+        snapshot_at: When the state was captured; now by default.
 
     Raises:
         FormatError: The save id was used before on this disk by this rank.
         ConfigError: The name or the metadata can't be written down.
     """
 
-    def __init__(self, layout: StagingLayout, header: ShardHeader, clock: Clock) -> None:
+    def __init__(
+        self,
+        layout: StagingLayout,
+        header: ShardHeader,
+        clock: Clock,
+        *,
+        snapshot_at: float | None = None,
+    ) -> None:
         self._layout = layout
         self._header = header
         self._clock = clock
-        self._snapshot_at = clock.now()
+        self._snapshot_at = clock.now() if snapshot_at is None else snapshot_at
         self._entries: dict[str, FileEntry] = {}
         self._open: dict[str, StagedFile] = {}
         self._refuse_what_no_seal_holds()
@@ -268,9 +258,27 @@ class ShardWriter:
                 fsync_directory(parent)
         return seal
 
+    def write_image(self, path: str, image: memoryview) -> None:
+        """Write a file of the shard from page-aligned memory. Blocks until it is durable.
+
+        Raises:
+            FormatError: The path is not legal, or was written before.
+            CapacityError: The disk has no room.
+        """
+        check_relative_path(path)
+        self._refuse_twice(path)
+        target = self.local_path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        stream = StreamDigest(self._header.part_bytes)
+        write_direct(target, image, stream.update)
+        self._entries[path] = self._entry(path, stream.digest())
+
     def _finish(self, path: str, file: StagedFile) -> FileEntry:
         file.close()
-        digest, info = file.digest(), self.local_path(path).lstat()
+        return self._entry(path, file.digest())
+
+    def _entry(self, path: str, digest: FileDigest) -> FileEntry:
+        info = self.local_path(path).lstat()
         if info.st_size != digest.size_bytes:
             raise FormatError(
                 f"{path!r} has {info.st_size} bytes, {digest.size_bytes} were written to its stream"
@@ -297,30 +305,8 @@ class ShardWriter:
             ) from error
 
     def _make_seal(self) -> Seal:
-        header = self._header
-        try:
-            return Seal(
-                run=str(header.url),
-                store_options=header.store_options,
-                save_id=str(header.save_id),
-                name=header.name,
-                metadata=header.metadata,
-                snapshot_at=self._snapshot_at,
-                staged_at=self._clock.now(),
-                rank=header.rank,
-                ranks_on_node=header.ranks_on_node,
-                node_rank=header.node_rank,
-                num_nodes=header.num_nodes,
-                part_bytes=header.part_bytes,
-                files=tuple(self._entries.values()),
-            )
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(
-                f"save {header.save_id} can't be described: {where}: {first['msg']}",
-                hint="names are text; metadata is text, numbers, booleans and None",
-            ) from error
+        files = tuple(self._entries.values())
+        return self._header.seal(files, self._snapshot_at, self._clock.now())
 
     def discard(self) -> None:
         """Delete the shard: its save was given up before it was sealed."""
@@ -333,6 +319,19 @@ class ShardWriter:
         save_dir = self.directory.parent
         if save_dir.exists() and not any(save_dir.iterdir()):
             save_dir.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state that was saved.
+
+    Attributes:
+        save_id: Text of the save id.
+        local_path: Where its file lies on NVMe, or will as soon as the agent wrote it.
+    """
+
+    save_id: str
+    local_path: Path
 
 
 class StagedSave:

@@ -15,7 +15,7 @@ __all__ = ["read_state", "write_state"]
 
 def write_state(state: Mapping[str, Any], stream: BinaryIO) -> None:
     """Write a state as stock ``torch.save`` does. Blocks until the stream took all of it."""
-    torch.save(dict(state), stream)
+    torch.save(state, stream)
 
 
 def read_state(path: Path, *, map_location: Any = "cpu", weights_only: bool = True) -> Any:

@@ -19,10 +19,11 @@ from ckpt_tiering.flow.retry import Retrier
 from ckpt_tiering.journal.journal import Journal
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import StagingLayout, StoreUrl
+from ckpt_tiering.model.seal import ShardHeader
 from ckpt_tiering.pipeline.admit import Admission, admit
 from ckpt_tiering.pipeline.commit import commit, publish, settle
 from ckpt_tiering.pipeline.session import Session
-from ckpt_tiering.pipeline.stage import ShardHeader, ShardWriter
+from ckpt_tiering.pipeline.stage import ShardWriter
 from ckpt_tiering.pipeline.upload import upload
 from ckpt_tiering.pipeline.verify import verify
 from ckpt_tiering.stores.base import Capabilities

@@ -7,7 +7,6 @@ import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
@@ -69,6 +68,7 @@ class TieredCheckpointIO(CheckpointIO):
     def _begin(self) -> None:
         self._checkpointer = TieredCheckpointer(**self._arguments)
         self._in_use = False
+        self.in_background = False  # whether nobody looks at the file right after a save
         self._places = Places()
         self._staged: dict[str, str] = {}  # save ids by name
         self._loaded: SaveInfo | None = None
@@ -106,7 +106,11 @@ class TieredCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint to NVMe and hand it over to the agent. Blocks while it is written.
+        """Capture a checkpoint, or write it to NVMe, and hand it over to the agent.
+
+        While the trainer trains, and there is room for a copy in memory, it blocks for that copy
+        only, and the link at ``path`` leads to a file that the agent is about to write. Otherwise
+        the file is there when it returns.
 
         The step is taken from the checkpoint: ``global_step``, or with Fabric also ``step``,
         ``iteration``, ``iter_num`` or ``step_count``. A state with none of them is counted on from
@@ -131,14 +135,14 @@ class TieredCheckpointIO(CheckpointIO):
         name = self._places.name_of(reference)
         metadata = _metadata(checkpoint) | {"file": name.file}
         step = self._step_of(checkpoint)
-        with (
-            self._checkpointer.stage(step, name=name.name, metadata=metadata) as save,
-            save.open(name.file) as stream,
-        ):
-            torch.save(checkpoint, stream)
-        self._staged[name.name] = save.save_id
+        saved = self._checkpointer.save_state(
+            step, checkpoint, file=name.file, name=name.name, metadata=metadata
+        )
+        if not self.in_background:
+            self._checkpointer.wait_staged()
+        self._staged[name.name] = saved.save_id
         if not is_remote(reference):
-            _link(reference, save.local_path(name.file))
+            _link(reference, saved.local_path)
 
     def load_checkpoint(
         self,

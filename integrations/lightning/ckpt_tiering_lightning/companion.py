@@ -55,6 +55,17 @@ def _refuse_what_would_not_work(trainer: Trainer) -> None:
         )
 
 
+def _expected_bytes(trainer: Trainer, pl_module: LightningModule) -> int:
+    """Return about what a checkpoint will have: weights, and what their optimizers keep of each."""
+    weights = sum(t.numel() * t.element_size() for t in pl_module.state_dict().values())
+    kept = 0
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            copies = 2 if "betas" in group else int(bool(group.get("momentum")))
+            kept += copies * sum(p.numel() * p.element_size() for p in group["params"])
+    return int(weights + kept)
+
+
 class TieringCompanion(Callback):
     """Reports the durable lag to the trainer's loggers, and drains at the end of training.
 
@@ -96,10 +107,20 @@ class TieringCompanion(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Protect the checkpoint that was resumed from."""
+        """Protect the checkpoint that was resumed from; from now on saves cost a copy only."""
         io = _tiered_io(trainer)
         if io is not None and trainer.is_global_zero:
             io.mark_resumed()
+            # These upload the file as soon as the save returns.
+            io.in_background = not any(getattr(lg, "_log_model", False) for lg in trainer.loggers)
+            if io.in_background and _of(trainer).checkpoint_callbacks:
+                io.checkpointer.prepare(_expected_bytes(trainer, pl_module))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the files of later saves there when they return: users may look at them."""
+        io = _tiered_io(trainer)
+        if io is not None:
+            io.in_background = False
 
     def on_train_batch_end(
         self,
@@ -130,6 +151,7 @@ class TieringCompanion(Callback):
         io = _tiered_io(trainer)
         if io is None or not trainer.is_global_zero:
             return
+        io.in_background = False
         try:
             self._report(trainer, io)  # the trackers may not live to see the end of the drain
             io.close(_INTERRUPT_WAIT_S if isinstance(exception, KeyboardInterrupt) else None)
