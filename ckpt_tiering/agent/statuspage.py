@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt_tiering.journal.journal import Journal
     from ckpt_tiering.journal.rows import SaveRow
 
-__all__ = ["PENDING_STATES", "status_page"]
+__all__ = ["PENDING_STATES", "save_status", "status_page"]
 
 DURABLE_SHOWN = 32
 PENDING_STATES = (
@@ -28,7 +28,8 @@ PENDING_STATES = (
 )
 
 
-def _show(row: SaveRow) -> SaveStatus:
+def save_status(row: SaveRow) -> SaveStatus:
+    """Describe one save of the journal."""
     return SaveStatus(
         save_id=row.save_id,
         step=row.step,
@@ -68,13 +69,13 @@ def status_page(  # noqa: PLR0913  all but two by keyword
     runs = [
         RunStatus(
             run=run,
-            pending=tuple(_show(s) for s in journal.saves(run, PENDING_STATES)),
+            pending=tuple(save_status(s) for s in journal.saves(run, PENDING_STATES)),
             incomplete=(
                 *(d.name for d in incomplete if d.parent.parent.name == StoreUrl.parse(run).slug),
                 *(save_id for of, save_id in held if of == run),
             ),
-            failed=tuple(_show(s) for s in journal.saves(run, (SaveState.FAILED,))),
-            durable=tuple(_show(s) for s in journal.newest_durable(run, DURABLE_SHOWN)),
+            failed=tuple(save_status(s) for s in journal.saves(run, (SaveState.FAILED,))),
+            durable=tuple(save_status(s) for s in journal.newest_durable(run, DURABLE_SHOWN)),
         )
         for run in sorted({*journal.runs(), *(run for run, _ in held)})
     ]

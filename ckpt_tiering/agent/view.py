@@ -15,7 +15,7 @@ import psutil
 
 from ckpt_tiering.agent.client import heartbeat_age, read_status
 from ckpt_tiering.agent.ledger import HEARTBEAT_ALIVE_S
-from ckpt_tiering.agent.statuspage import PENDING_STATES
+from ckpt_tiering.agent.statuspage import PENDING_STATES, save_status
 from ckpt_tiering.errors import CkptTieringError, FormatError
 from ckpt_tiering.journal.journal import Journal
 from ckpt_tiering.model.layout import SEAL_NAME
@@ -300,18 +300,9 @@ def _row(journal: Journal, row: SaveRow) -> SaveView:
     for obj in objects:
         if obj.state is ObjectState.OPEN:
             sent += min(obj.size_bytes, len(journal.parts(obj)) * obj.part_bytes)
+    known = save_status(row).model_dump()
     return SaveView(
-        save_id=row.save_id,
-        step=row.step,
-        name=row.name,
-        state=row.state,
-        total_bytes=row.total_bytes,
-        snapshot_at=row.snapshot_at,
-        staged_at=row.staged_at,
-        started_at=row.started_at,
-        uploaded_at=row.uploaded_at,
-        durable_at=row.durable_at,
-        error=None if row.error is None else redact(row.error),
+        **known | {"error": None if row.error is None else redact(row.error)},
         sent_bytes=sent,
         num_objects=len(objects),
         sent_objects=len(there),

@@ -31,7 +31,6 @@ __all__ = [
 
 COMMITS_PREFIX = "commits/"
 PROBE_PREFIX = "probe/"
-RUN_KEY = "run.json"
 SEAL_NAME = "seal.json"
 FILES_NAME = "f"
 MAX_PATH_BYTES = 4096  # PATH_MAX of Linux

@@ -191,4 +191,4 @@ def test_a_module_state_keeps_its_type_and_versions(saver: TieredCheckpointer) -
     saver.wait(WAIT_S)
     loaded = saver.load()
     assert type(loaded) is type(state)
-    assert loaded._metadata == state._metadata
+    assert vars(loaded)["_metadata"] == vars(state)["_metadata"]
