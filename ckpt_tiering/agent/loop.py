@@ -204,7 +204,10 @@ class Agent:
                 save_id = SaveId.parse(directory.name)
             except FormatError:
                 continue  # not ours
-            if save_id.incarnation == incarnation or self._journal.find(str(url), str(save_id)):
+            # What the agent itself is about to write of a trainer that is gone is not torn.
+            in_hand = (str(url), str(save_id)) in self._stager.held
+            known = in_hand or self._journal.find(str(url), str(save_id)) is not None
+            if known or save_id.incarnation == incarnation:
                 continue
             event = Event(
                 kind=EventKind.TORN,

@@ -52,7 +52,7 @@ class Server:
         self._lock = threading.Lock()
         self._trainers = 0
         self._ever = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket: socket.socket | None = None
 
     @property
     def trainers(self) -> int:
@@ -67,21 +67,23 @@ class Server:
     def start(self) -> None:
         """Listen. The caller holds the lock of the directory, so an old socket is a dead one's."""
         (self._agent_dir / "agent.sock").unlink(missing_ok=True)
+        listening = self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with socket_address(self._agent_dir) as address:
-            self._socket.bind(address)
+            listening.bind(address)
         (self._agent_dir / "agent.sock").chmod(0o600)
-        self._socket.listen(128)
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        listening.listen(128)
+        threading.Thread(target=self._accept, args=(listening,), name="accept", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
         (self._agent_dir / "agent.sock").unlink(missing_ok=True)
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = listening.accept()
             except OSError:
                 return  # closed
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()

@@ -90,8 +90,9 @@ class Stager:
             try:
                 directory = self._write(snapshot, descriptor)
                 self._take_in(directory)
-            except (CkptTieringError, OSError) as caught:
-                error = str(caught)
+            except Exception as caught:  # noqa: BLE001  one snapshot must not stop the next ones
+                known = isinstance(caught, CkptTieringError | OSError)
+                error = str(caught) if known else f"{type(caught).__name__}: {caught}"
                 self._refused(snapshot, error)
             finally:
                 os.close(descriptor)
