@@ -35,6 +35,17 @@ class Progress:
     epoch: int
 
 
+class Fickle:
+    """Pickles differently each time, so that no plan of its file holds."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __getstate__(self) -> dict[str, int]:
+        self.times += 1
+        return {"times": self.times}
+
+
 def agent_of(staging: Path) -> psutil.Process:
     def find() -> psutil.Process | None:
         page = read_status(StagingLayout(staging))
@@ -192,3 +203,21 @@ def test_a_module_state_keeps_its_type_and_versions(saver: TieredCheckpointer) -
     loaded = saver.load()
     assert type(loaded) is type(state)
     assert vars(loaded)["_metadata"] == vars(state)["_metadata"]
+
+
+@pytest.mark.parametrize("mode", ["disk", "auto"])
+def test_states_that_stay_out_of_memory_are_staged_in_the_call(
+    mode: str, bucket_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By configuration, or because the state can't be laid out; said once."""
+    state = {"w": torch.arange(5.0), "fickle": Fickle()}
+    with TieredCheckpointer(bucket_url, staging=tmp_path / "nvme", staging_mode=mode) as saver:
+        for step in (1, 2):
+            saved = saver.save_state(step, state)
+            assert saved.local_path.is_file()
+        saver.wait(WAIT_S)
+        loaded = saver.load(weights_only=False)
+    assert torch.equal(loaded["w"], torch.arange(5.0))
+    assert loaded["fickle"].times > 0
+    said = [m for m in caplog.messages if "staged on disk, in the step loop" in m]
+    assert len(said) == (1 if mode == "auto" else 0)
