@@ -120,14 +120,14 @@ class AgentClient:
             connection = self._introduce()
             connection.settimeout(TELL_WITHIN_S)
             self._connection = connection
-            for message in list(self._told):
-                send(connection, message)
-            for snapshot, descriptor in list(self._snapshots.values()):
-                send(connection, snapshot, descriptor)
             watcher = threading.Thread(
                 target=self._watch, args=(connection,), name="agent-watch", daemon=True
             )
             watcher.start()
+            for message in list(self._told):
+                self._send(message)
+            for snapshot, descriptor in list(self._snapshots.values()):
+                self._send(snapshot, descriptor)
 
     def _introduce(self) -> socket.socket:
         """Connect and say hello; an agent that is just ending is not waited for but followed."""
@@ -169,14 +169,7 @@ class AgentClient:
         """
         if not isinstance(message, Sealed):
             self._told.append(message)
-        with self._lock:
-            if not self.is_connected:
-                return
-            assert self._connection is not None
-            try:
-                send(self._connection, message)
-            except OSError as error:
-                _log.warning("the agent of %s does not listen: %s", self._layout.staging, error)
+        self._send(message)
 
     def hand_over(self, snapshot: Snapshot, descriptor: int) -> None:
         """Give a snapshot in memory to the agent, and to the next one should this one die.
@@ -185,11 +178,15 @@ class AgentClient:
         """
         with self._lock:
             self._snapshots[snapshot.save_id] = (snapshot, descriptor)
+            self._send(snapshot, descriptor)
+
+    def _send(self, message: Request, descriptor: int | None = None) -> None:
+        with self._lock:
             if not self.is_connected:
                 return
             assert self._connection is not None
             try:
-                send(self._connection, snapshot, descriptor)
+                send(self._connection, message, descriptor)
             except OSError as error:
                 _log.warning("the agent of %s does not listen: %s", self._layout.staging, error)
 
@@ -235,9 +232,8 @@ class AgentClient:
                 return connection
             code = self._process.poll()
             if code == _EXIT_ALREADY_RUNNING:
-                return (
-                    self._connect()
-                )  # an agent that ends keeps its lock after it stopped listening
+                # An agent that ends keeps its lock after it stopped listening.
+                return self._connect()
             if code is not None:
                 break
             self._clock.sleep(_POLL_S)

@@ -131,15 +131,15 @@ class Ledger:
 
     def pending(self) -> list[str]:
         """Return the saves that are staged here and not known to be through, oldest first."""
-        return sorted(self._pending_bytes(), key=SaveId.parse)
+        _, run = self._page()
+        return sorted(self._pending_bytes(run), key=SaveId.parse)
 
-    def _pending_bytes(self) -> dict[str, int]:
+    def _pending_bytes(self, run: RunStatus) -> dict[str, int]:
         """Return the bytes of each pending save.
 
         The agent hears of saves in the order of their hand-overs. So one that it does not call
         pending, though it knows it or a later one, is through: durable, failed or removed.
         """
-        _, run = self._page()
         pending = {s.save_id: s.total_bytes for s in run.pending} | dict.fromkeys(run.incomplete, 0)
         known = pending.keys() | {s.save_id for s in (*run.failed, *run.durable)}
         heard = False
@@ -163,16 +163,16 @@ class Ledger:
         """
         deadline = None if timeout is None else self._clock.monotonic() + timeout
         while True:
-            page, _ = self._page()
+            page, run = self._page()
             age = heartbeat_age(page, self._clock) if page else None
             fresh = not not_before or (
                 age is not None and self._clock.monotonic() - age > not_before
             )
-            pending = self.pending()
+            pending = self._pending_bytes(run)
             if fresh and not pending:
                 return
             if deadline is not None and self._clock.monotonic() >= deadline:
-                raise self._timed_out(pending, timeout or 0.0)
+                raise self._timed_out(sorted(pending, key=SaveId.parse), timeout or 0.0)
             self._clock.sleep(_POLL_S)
 
     def _timed_out(self, pending: list[str], timeout: float) -> WaitTimeoutError:
@@ -255,7 +255,7 @@ class Ledger:
                 started_at=self._started_at,
                 first_step=self._first_step or 0,
                 stall_s=self._stall_s,
-                backlog=tuple(self._pending_bytes().values()),
+                backlog=tuple(self._pending_bytes(run).values()),
             ),
             durable=_durable_point(self._newest_durable(run)),
             heartbeat_age_s=heartbeat_age(page, self._clock) if page else None,

@@ -117,7 +117,7 @@ class Agent:
     # --- what others ask of it ---------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ask the agent to finish the parts in hand and end. Safe in a signal handler."""
+        """Ask the agent to give up the parts in hand and end. Safe in a signal handler."""
         self._stop.set()
         self._wake.set()
 
@@ -163,16 +163,23 @@ class Agent:
         self._news.set()
 
     def _refuse(self, snapshot: Snapshot, why: str) -> None:
-        """Say of a snapshot that it can't be staged."""
+        """Say of a snapshot that it can't be staged. Never raises: the next one is to be staged."""
+        try:
+            step = SaveId.parse(snapshot.save_id).step
+        except FormatError:
+            step = None  # which may be why
         event = Event(
             kind=EventKind.FAILED,
             at=self._clock.now(),
             run=snapshot.run,
             save_id=snapshot.save_id,
-            step=SaveId.parse(snapshot.save_id).step,
+            step=step,
             fields={"error": redact(why)},
         )
-        self._journal.emit(event)
+        try:
+            self._journal.emit(event)
+        except sqlite3.Error as error:
+            sys.stderr.write(f"event {event.kind} can't be kept: {error}\n")
 
     def _greet(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION or hello.release != __version__:

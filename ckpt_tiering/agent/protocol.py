@@ -190,7 +190,7 @@ class Pin(_Message):
 
 
 class Stop(_Message):
-    """Finish the parts in hand, then exit; the journal keeps the rest."""
+    """Give up the parts in hand and exit; the journal keeps what the store has of them."""
 
     kind: Literal["stop"] = "stop"
 

@@ -234,6 +234,7 @@ class Saver:
         """
         from ckpt_tiering.snapshot.torch_file import write_state  # torch only if needed
 
+        check_relative_path(file)
         begin = self._begin_save(step)
         captured_at = self._clock.now()
         captured = self._memory.capture(state)
@@ -241,7 +242,6 @@ class Saver:
             with self.stage(step, **options) as staged, staged.open(file) as stream:
                 write_state(state, stream)
             return SavedState(staged.save_id, staged.local_path(file))
-        check_relative_path(file)
         header = self._header(self._next_id(step), **options)
         header.seal((), captured_at, captured_at)  # refuses what can't be written down, now
         descriptor, size_bytes = captured

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_tiering.errors import ErrorKind, FormatError, NotFoundError
-from ckpt_tiering.model.catalog import SaveInfo, newest_named
+from ckpt_tiering.model.catalog import SaveInfo
 from ckpt_tiering.model.findings import Finding, Problem
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import COMMITS_PREFIX, commit_key
@@ -35,7 +35,6 @@ __all__ = [
     "check_manifests",
     "commits",
     "durable_ids",
-    "find_named",
     "load_save",
     "newest",
     "read_info",
@@ -235,8 +234,3 @@ def all_infos(session: Session) -> Iterator[SaveInfo]:
 def newest(session: Session) -> SaveInfo | None:
     """Return the newest durable save; None if there is none."""
     return next(all_infos(session), None)
-
-
-def find_named(session: Session, name: str) -> SaveInfo | None:
-    """Return the newest durable save of a name; see `newest_named`."""
-    return newest_named(all_infos(session), name)

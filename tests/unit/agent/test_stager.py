@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sqlite3
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -150,3 +151,20 @@ def test_p1_a_greeting_leaves_what_the_agent_has_in_hand(tmp_path: Path) -> None
     agent._journal.close()
     assert in_hand.exists()
     assert not torn.exists()
+
+
+def test_p5_saying_that_a_snapshot_is_bad_never_ends_the_stager(tmp_path: Path) -> None:
+    layout = StagingLayout(tmp_path / "nvme")
+    layout.agent_dir.mkdir(parents=True)
+    agent = Agent(layout)
+    agent._refuse(snapshot(save_id="latest"), "its id is none")
+    ((_, event),) = agent._journal.events_after(0)
+    assert (event["kind"], event["save_id"], event["error"]) == (
+        "failed",
+        "latest",
+        "its id is none",
+    )
+    agent._journal.close()
+    with pytest.raises(sqlite3.Error):
+        agent._journal.events_after(0)
+    agent._refuse(snapshot(), "and the journal is gone")

@@ -14,7 +14,6 @@ from ckpt_tiering.model.layout import commit_key, node_manifest_key
 from ckpt_tiering.pipeline.resolve import (
     all_infos,
     durable_ids,
-    find_named,
     load_save,
     newest,
     read_info,
@@ -180,7 +179,7 @@ def test_a_name_finds_the_longest_common_tail_then_the_newest(
 def test_names_are_looked_for_in_the_store(node: World) -> None:
     node.durable(SOME, name="a/last.ckpt")
     node.durable(SOME, name="a/other.ckpt", step=200)
-    found = find_named(node.session, "/elsewhere/a/last.ckpt")
+    found = newest_named(all_infos(node.session), "/elsewhere/a/last.ckpt")
     assert found is not None
     assert found.step == 100
-    assert find_named(node.session, "nothing") is None
+    assert newest_named(all_infos(node.session), "nothing") is None
