@@ -129,6 +129,14 @@ class AgentClient:
             for snapshot, descriptor in list(self._snapshots.values()):
                 self._send(snapshot, descriptor)
 
+    def rename(self, hello: Hello) -> None:
+        """Introduce this trainer in another way from now on."""
+        with self._lock:
+            self._hello = hello
+            if self.is_connected:
+                self.close()
+                self.start()
+
     def _introduce(self) -> socket.socket:
         """Connect and say hello; an agent that is just ending is not waited for but followed."""
         deadline = self._clock.monotonic() + START_WITHIN_S

@@ -98,6 +98,10 @@ class Ledger:
 
     # --- what the trainer tells --------------------------------------------------------------
 
+    def rename(self, incarnation: str) -> None:
+        """Take another token for this start of the job; before the first save."""
+        self._incarnation = incarnation
+
     def began(self, step: int) -> None:
         """Note the first step that this trainer is known to be at."""
         if self._first_step is None:

@@ -8,18 +8,39 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tiering.errors import CapacityError, WaitTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ckpt_tiering.config import StagingMode
+    from ckpt_tiering.model.extent import Extent
+    from ckpt_tiering.snapshot.source import Source
 
-__all__ = ["SnapshotMemory"]
+__all__ = ["Captured", "SnapshotMemory"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """Files in memory that the agent can take over.
+
+    Attributes:
+        descriptor: The memory.
+        generation: Of the memory, for these files.
+        extents: Where they lie.
+    """
+
+    descriptor: int
+    generation: int
+    extents: tuple[Extent, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(extent.size_bytes for extent in self.extents)
 
 
 class SnapshotMemory:
@@ -36,17 +57,16 @@ class SnapshotMemory:
         self._free = threading.Condition()
         self._in_use: set[str] = set()
         self._said = False
-        self._parts: tuple[Any, Any] | None = None  # arena and image; they import torch
+        self._arena: Any = None  # its module imports torch
         self._preparing: threading.Thread | None = None
 
-    def capture(self, state: Mapping[str, Any]) -> tuple[int, int] | None:
+    def capture(self, source: Source) -> Captured | None:
         """Copy a state, as of this call, into memory that the agent can take over.
 
         Blocks for as long as the snapshot before is not on NVMe, and for the copy.
 
         Returns:
-            Descriptor and length in bytes of the ``torch.save`` file in it; None if this state is
-            to be staged on disk.
+            Where its files are; None if this state is to be staged on disk.
 
         Raises:
             CapacityError: There is no room in memory, and the mode is ``memory``.
@@ -54,12 +74,13 @@ class SnapshotMemory:
         """
         if self._mode == "disk":
             return None
-        from ckpt_tiering.snapshot.image import Unsupported  # torch only if needed
+        from ckpt_tiering.snapshot.walk import Unsupported  # torch only if needed
 
-        arena, image = self._made()
+        arena = self._made()
         self.wait_free()
         try:
-            size_bytes = image.capture(state, arena)
+            generation = arena.begin()
+            extents = source.capture(arena)
         except Unsupported as error:
             self._say(f"this state can't be laid out in memory ({error})")
             return None
@@ -68,7 +89,7 @@ class SnapshotMemory:
                 raise
             self._say(f"there is no room for it in memory ({error.message})")
             return None
-        return arena.fd, size_bytes
+        return Captured(descriptor=arena.fd, generation=generation, extents=extents)
 
     def prepare(self, num_bytes: int) -> None:
         """Take memory ahead, in the background, so that the first save does not pay for it.
@@ -77,21 +98,19 @@ class SnapshotMemory:
             num_bytes: Expected length of the file; what is missing is taken by the save itself.
         """
         if self._mode != "disk" and self._preparing is None:
-            arena, _ = self._made()
+            arena = self._made()
             self._preparing = threading.Thread(
                 target=_reserve, args=(arena, num_bytes), name="arena", daemon=True
             )
             self._preparing.start()
 
-    def _made(self) -> tuple[Any, Any]:
+    def _made(self) -> Any:
         from ckpt_tiering.snapshot.arena import Arena  # torch only if needed
-        from ckpt_tiering.snapshot.image import TorchImage
         from ckpt_tiering.snapshot.memory import fits, room_for
 
-        if self._parts is None:
-            has_room = room_for if self._mode == "auto" else fits
-            self._parts = (Arena(has_room=has_room), TorchImage())
-        return self._parts
+        if self._arena is None:
+            self._arena = Arena(has_room=room_for if self._mode == "auto" else fits)
+        return self._arena
 
     def _say(self, why: str) -> None:
         if not self._said:
@@ -130,9 +149,9 @@ class SnapshotMemory:
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
-        if self._parts is not None and not self._in_use:
-            self._parts[0].close()
-            self._parts = None
+        if self._arena is not None and not self._in_use:
+            self._arena.close()
+            self._arena = None
 
 
 def _reserve(arena: Any, num_bytes: int) -> None:

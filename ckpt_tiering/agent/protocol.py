@@ -22,13 +22,16 @@ from pydantic import (
 )
 
 from ckpt_tiering.errors import AgentError, FormatError
+from ckpt_tiering.model.extent import PAGE_BYTES
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import StoreUrl
 from ckpt_tiering.model.seal import ShardHeader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from ckpt_tiering.model.extent import Extent
 
 __all__ = [
     "AgentSettings",
@@ -41,6 +44,7 @@ __all__ = [
     "SaveStatus",
     "Sealed",
     "Snapshot",
+    "SnapshotFile",
     "Staged",
     "Status",
     "Stop",
@@ -98,11 +102,19 @@ class Sealed(_Message):
     directory: str
 
 
-class Snapshot(_Message):
-    """A whole file lies in memory: write it to NVMe and seal it. Its descriptor comes along.
+class SnapshotFile(_Message):
+    """A whole file in a snapshot's memory; see `Extent`."""
 
-    The fields are those of `Seal`; ``path`` is the file's path in the checkpoint, ``size_bytes``
-    its length from the start of the memory. Answered by `Staged` when the memory is free again.
+    path: str
+    offset: Annotated[int, Field(ge=0, multiple_of=PAGE_BYTES)]
+    size_bytes: Annotated[int, Field(ge=0)]
+
+
+class Snapshot(_Message):
+    """Whole files lie in memory: write them to NVMe and seal them. The descriptor comes along.
+
+    The fields are those of `Seal`, and ``generation`` that of the memory (`model.extent`).
+    Answered by `Staged` when the memory is free again.
     """
 
     kind: Literal["snapshot"] = "snapshot"
@@ -117,12 +129,19 @@ class Snapshot(_Message):
     node_rank: int
     num_nodes: int
     part_bytes: int
-    path: str
-    size_bytes: int
+    generation: int
+    files: tuple[SnapshotFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size_bytes for file in self.files)
 
     @classmethod
-    def of(cls, header: ShardHeader, snapshot_at: float, path: str, size_bytes: int) -> Self:
-        """Make the message for a shard of one file."""
+    def of(
+        cls, header: ShardHeader, snapshot_at: float, generation: int, extents: Iterable[Extent]
+    ) -> Self:
+        """Make the message for a shard."""
         return cls(
             run=str(header.url),
             store_options=header.store_options,
@@ -135,8 +154,10 @@ class Snapshot(_Message):
             node_rank=header.node_rank,
             num_nodes=header.num_nodes,
             part_bytes=header.part_bytes,
-            path=path,
-            size_bytes=size_bytes,
+            generation=generation,
+            files=tuple(
+                SnapshotFile(path=e.path, offset=e.offset, size_bytes=e.size_bytes) for e in extents
+            ),
         )
 
     def header(self) -> ShardHeader:

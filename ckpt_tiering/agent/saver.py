@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ckpt_tiering.model.catalog import SaveInfo
+    from ckpt_tiering.snapshot.image import TorchImage
+    from ckpt_tiering.snapshot.source import Source
 
 __all__ = ["STATE_FILE", "Saver"]
 
@@ -89,6 +91,7 @@ class Saver:
         self._repeats: dict[int, int] = {}
         self._names: dict[str, str] = {}
         self._resumed: SaveInfo | None = None
+        self._image: TorchImage | None = None
         self._ledger = Ledger(self._layout, str(self._url), self._incarnation, self._clock)
         self._memory = SnapshotMemory(self.config.staging_mode, FREE_WITHIN_S)
         self._agent = AgentClient(self._layout, self._hello(), self._clock, self._on_staged)
@@ -106,6 +109,29 @@ class Saver:
                 linger=config.linger,
             ),
         )
+
+    def join(
+        self, *, rank: int, ranks_on_node: int, node_rank: int, num_nodes: int, incarnation: str
+    ) -> None:
+        """Take a place among the ranks of a job, of which each saves its own shard.
+
+        For what is known only when all ranks first meet; arguments as of the constructor. To be
+        called before this process's first save.
+
+        Raises:
+            ConfigError: It has saved already, in another place.
+        """
+        shape = {"ranks_on_node": ranks_on_node, "node_rank": node_rank, "num_nodes": num_nodes}
+        if (rank, shape, incarnation) == (self._rank, self._shape, self._incarnation):
+            return
+        if self._repeats:
+            raise ConfigError(
+                f"rank {rank} has saved by itself before all ranks saved together",
+                hint="use one checkpointer for saves of one rank and another for those of all",
+            )
+        self._rank, self._shape, self._incarnation = rank, shape, incarnation
+        self._ledger.rename(incarnation)
+        self._agent.rename(self._hello())
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -232,26 +258,50 @@ class Saver:
             WaitTimeoutError: The save before is still in memory, as the disk takes nothing.
             CkptTieringError: As of `stage`.
         """
-        from ckpt_tiering.snapshot.torch_file import write_state  # torch only if needed
+        from ckpt_tiering.snapshot.image import TorchImage  # torch only if needed
+        from ckpt_tiering.snapshot.torch_file import StateFile
 
         check_relative_path(file)
+        if self._image is None:
+            self._image = TorchImage()
+        save_id = self.save_source(step, StateFile(file, state, self._image), **options)
+        return SavedState(save_id, self.local_path(save_id, file))
+
+    def save_source(self, step: int, source: Source, **options: Any) -> str:
+        """Save the files of a source: in memory if there is room, otherwise on disk.
+
+        Args:
+            step: Training step.
+            source: The files.
+            **options: ``name`` and ``metadata`` of `stage`.
+
+        Returns:
+            The save id.
+
+        Raises:
+            CkptTieringError: As of `save_state`.
+        """
         begin = self._begin_save(step)
         captured_at = self._clock.now()
-        captured = self._memory.capture(state)
+        captured = self._memory.capture(source)
         if captured is None:
-            with self.stage(step, **options) as staged, staged.open(file) as stream:
-                write_state(state, stream)
-            return SavedState(staged.save_id, staged.local_path(file))
+            with self.stage(step, **options) as staged:
+                source.write(staged.open)
+            return staged.save_id
         header = self._header(self._next_id(step), **options)
         header.seal((), captured_at, captured_at)  # refuses what can't be written down, now
-        descriptor, size_bytes = captured
         save_id = str(header.save_id)
+        snapshot = Snapshot.of(header, captured_at, captured.generation, captured.extents)
         self._memory.take(save_id)
-        self._ledger.handed_over(save_id, size_bytes, self._clock.monotonic() - begin)
-        self._agent.hand_over(Snapshot.of(header, captured_at, file, size_bytes), descriptor)
+        self._ledger.handed_over(save_id, captured.size_bytes, self._clock.monotonic() - begin)
+        self._agent.hand_over(snapshot, captured.descriptor)
         self._replace_name(header.name, save_id)
-        rank_dir = self._layout.rank_dir(self._url, header.save_id, self._rank)
-        return SavedState(save_id, rank_dir / FILES_NAME / file)
+        return save_id
+
+    def local_path(self, save_id: str, file: str) -> Path:
+        """Return where a file of this rank lies on NVMe, or will as soon as it was staged."""
+        directory = self._layout.rank_dir(self._url, SaveId.parse(save_id), self._rank)
+        return directory / FILES_NAME / file
 
     def prepare(self, num_bytes: int) -> None:
         """Take the memory for snapshots ahead of the first save. Does not block.

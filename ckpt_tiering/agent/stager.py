@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tiering.agent.protocol import Staged
 from ckpt_tiering.errors import CkptTieringError
 from ckpt_tiering.fsio import remove_tree
+from ckpt_tiering.model.extent import HEADER_BYTES
 from ckpt_tiering.model.layout import SEAL_NAME
 from ckpt_tiering.pipeline.stage import ShardWriter
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ckpt_tiering.agent.protocol import Snapshot
+    from ckpt_tiering.agent.protocol import Snapshot, SnapshotFile
     from ckpt_tiering.clock import Clock
     from ckpt_tiering.model.layout import StagingLayout
 
@@ -108,13 +109,22 @@ class Stager:
         remove_tree(directory, inside=self._layout.staging)
         writer = ShardWriter(self._layout, header, self._clock, snapshot_at=snapshot.snapshot_at)
         try:
-            with (
-                mmap.mmap(descriptor, snapshot.size_bytes, prot=mmap.PROT_READ) as memory,
-                memoryview(memory) as image,
-            ):
-                writer.write_image(snapshot.path, image)
+            for file in snapshot.files:
+                _write_file(writer, file, descriptor)
             writer.seal()
         except BaseException:
             writer.discard()
             raise
         return directory.parent
+
+
+def _write_file(writer: ShardWriter, file: SnapshotFile, descriptor: int) -> None:
+    if not file.size_bytes:
+        writer.write_image(file.path, memoryview(b""))
+        return
+    start = HEADER_BYTES + file.offset
+    with (
+        mmap.mmap(descriptor, file.size_bytes, prot=mmap.PROT_READ, offset=start) as memory,
+        memoryview(memory) as image,
+    ):
+        writer.write_image(file.path, image)

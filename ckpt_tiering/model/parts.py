@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from ckpt_tiering.errors import CapacityError, ErrorKind
 from ckpt_tiering.units import GIB, MIB, format_bytes
 
-__all__ = ["MAX_PART_BYTES", "MIN_PART_BYTES", "PartPlan", "plan_parts"]
+__all__ = ["MAX_PART_BYTES", "MIN_PART_BYTES", "PartPlan", "block_bytes", "plan_parts"]
 
 # Limits of Amazon S3 (its quotas page, 2026): parts of 5 MiB to 5 GiB, at most 10,000 of them.
 MIN_PART_BYTES = 5 * MIB
 MAX_PART_BYTES = 5 * GIB
 MAX_PARTS = 10_000
 MAX_OBJECT_BYTES = int(48.8 * (1 << 40))
+# A range of a file can be verified by reading the blocks that it touches, and no more than those.
+MAX_BLOCK_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,13 @@ class PartPlan:
         """Return start (inclusive) and end (exclusive) of part ``number``, counted from 1."""
         start = (number - 1) * self.part_bytes
         return start, min(start + self.part_bytes, self.size_bytes)
+
+
+def block_bytes(part_bytes: int) -> int:
+    """Return the length of the pieces whose digests are taken; parts consist of whole ones."""
+    while part_bytes > MAX_BLOCK_BYTES and part_bytes % 2 == 0:
+        part_bytes //= 2
+    return part_bytes
 
 
 def plan_parts(

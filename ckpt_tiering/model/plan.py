@@ -60,9 +60,15 @@ def _pack_crc(pack: Pack, crcs: dict[str, int]) -> int:
 
 
 def plan_objects(
-    save_id: SaveId, node: str, files: Sequence[FileEntry]
+    save_id: SaveId, node: str, files: Sequence[FileEntry], part_bytes: int
 ) -> tuple[tuple[PlannedObject, ...], tuple[FileEntry, ...]]:
     """Assign the files of a node to objects.
+
+    Args:
+        save_id: The save.
+        node: Name of the node.
+        files: With digests of pieces whose length divides ``part_bytes``.
+        part_bytes: Length of the parts of multipart uploads; raised for huge files.
 
     Returns:
         The objects, and the files in the same order with ``object`` and ``offset`` filled in.
@@ -79,7 +85,7 @@ def plan_objects(
         if file.size_bytes < PACK_BELOW_BYTES:
             continue
         try:
-            parts = plan_parts(file.size_bytes, file.part_bytes)
+            parts = plan_parts(file.size_bytes, part_bytes)
         except CapacityError as error:
             raise CapacityError(f"{file.path!r}: {error.message}", kind=error.kind) from error
         placed[file.path] = (len(objects), 0)

@@ -36,7 +36,7 @@ class Seal(BaseModel):
         ranks_on_node: Number of ranks of this node that seal a shard of this save.
         node_rank: Rank of this node.
         num_nodes: Number of nodes that seal shards of this save.
-        part_bytes: Length of the parts that the digests are of.
+        part_bytes: Length of the parts of multipart uploads; digests are of pieces that divide it.
         files: Files, links and directories, with digests; objects are assigned later.
     """
 

@@ -102,9 +102,8 @@ def _disagreement(seals: Sequence[Seal]) -> str | None:
 
 def _plan(seals: Sequence[Seal]) -> tuple[tuple[PlannedObject, ...], tuple[FileEntry, ...]]:
     node = node_name(seals[0].node_rank)
-    return plan_objects(
-        SaveId.parse(seals[0].save_id), node, [f for seal in seals for f in seal.files]
-    )
+    files = [f for seal in seals for f in seal.files]
+    return plan_objects(SaveId.parse(seals[0].save_id), node, files, seals[0].part_bytes)
 
 
 def _new_save(

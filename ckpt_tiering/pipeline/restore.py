@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_tiering.errors import FormatError, IntegrityError, TransientError
 from ckpt_tiering.fsio import digest_file, disk_errors, ensure_room, fsync_directory
-from ckpt_tiering.model.digest import crc64
+from ckpt_tiering.model.digest import PartCrc, crc64
 from ckpt_tiering.model.manifest import FileEntry, NodeManifest
 from ckpt_tiering.model.pack import PACK_BELOW_BYTES
-from ckpt_tiering.model.parts import PartPlan
 from ckpt_tiering.model.plan import digest_of
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ __all__ = ["RestoreReport", "restore_files"]
 PARTIAL_SUFFIX = ".ckpt-tiering-partial"
 QUARANTINE_SUFFIX = ".corrupt"
 _CORRUPT_TRIES = 2
+_BLOCKS_A_REQUEST = 4
 
 LocalCopies = Callable[[FileEntry], Iterable[Path]]
 
@@ -212,25 +212,26 @@ class _Restore:
         part.replace(self._target / entry.path)
 
     def _large(self, key: str, entry: FileEntry) -> Iterator[Callable[[], None]]:
-        """Yield a task for each part; the one that ends last gives the file its name."""
+        """Yield a task for each stretch; the one that ends last gives the file its name."""
         part_file = self._partial(entry)
         with part_file.open("wb") as sink:
             sink.truncate(entry.size_bytes)
-        numbers = range(1, len(entry.parts) + 1)
-        left = set(numbers)
+        stretches = digest_of(entry).regroup(_BLOCKS_A_REQUEST * entry.part_bytes)
+        starts = range(0, entry.size_bytes, _BLOCKS_A_REQUEST * entry.part_bytes)
+        left = set(starts)
 
-        def fetch(number: int) -> None:
-            self._part(key, entry, part_file, number)
+        def fetch(start: int, expected: PartCrc) -> None:
+            self._stretch(key, entry, part_file, start, expected)
             with self._lock:
-                left.discard(number)
+                left.discard(start)
                 last = not left
             if last:
                 self._set_mode(entry, part_file)
                 self._finish(entry, part_file)
                 self._count(files=1)
 
-        for number in numbers:
-            yield partial(fetch, number)
+        for start, expected in zip(starts, stretches, strict=True):
+            yield partial(fetch, start, expected)
 
     def _count(self, *, files: int = 0, num_bytes: int = 0) -> None:
         with self._lock:
@@ -239,9 +240,10 @@ class _Restore:
         if num_bytes:
             self._progress(num_bytes)
 
-    def _part(self, key: str, entry: FileEntry, part_file: Path, number: int) -> None:
-        start, end = PartPlan(entry.size_bytes, entry.part_bytes).span(number)
-        expected = int(entry.parts[number - 1], 16)
+    def _stretch(
+        self, key: str, entry: FileEntry, part_file: Path, start: int, expected: PartCrc
+    ) -> None:
+        end = start + expected.size_bytes
 
         def attempt() -> int:
             crc, position = 0, start
@@ -257,7 +259,7 @@ class _Restore:
                 raise TransientError(f"{key} ended at byte {position} of {end}", key=key)
             return crc
 
-        self._checked(key, f"bytes {start} to {end} of {entry.path!r}", expected, attempt)
+        self._checked(key, f"bytes {start} to {end} of {entry.path!r}", expected.crc, attempt)
         self._count(num_bytes=end - start)
 
     def _pack(self, key: str, members: Sequence[FileEntry]) -> None:

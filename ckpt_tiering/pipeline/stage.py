@@ -31,6 +31,7 @@ from ckpt_tiering.model.layout import (
     check_relative_path,
 )
 from ckpt_tiering.model.manifest import FileEntry, check_link, check_tree
+from ckpt_tiering.model.parts import block_bytes
 from ckpt_tiering.units import MIB
 
 if TYPE_CHECKING:
@@ -51,12 +52,12 @@ _PATH_ERRORS = frozenset(
 class _DigestingFile(io.RawIOBase):
     """Raw file that takes the digest of what is written, and is complete on disk when closed."""
 
-    def __init__(self, path: Path, mode: int, part_bytes: int) -> None:
+    def __init__(self, path: Path, mode: int, block_bytes: int) -> None:
         super().__init__()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._path = path
         self._descriptor = os.open(path, flags, mode)
-        self._stream = StreamDigest(part_bytes)
+        self._stream = StreamDigest(block_bytes)
         self._failed: OSError | None = None
 
     # There is no fileno(): numpy and others would write to it, past the digest.
@@ -140,6 +141,7 @@ class ShardWriter:
         self._header = header
         self._clock = clock
         self._snapshot_at = clock.now() if snapshot_at is None else snapshot_at
+        self._block_bytes = block_bytes(header.part_bytes)
         self._entries: dict[str, FileEntry] = {}
         self._open: dict[str, StagedFile] = {}
         self._refuse_what_no_seal_holds()
@@ -172,7 +174,7 @@ class ShardWriter:
         try:
             with disk_errors(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                raw = _DigestingFile(target, mode | 0o600, self._header.part_bytes)
+                raw = _DigestingFile(target, mode | 0o600, self._block_bytes)
         except OSError as error:
             if error.errno not in _PATH_ERRORS:
                 raise
@@ -269,7 +271,7 @@ class ShardWriter:
         self._refuse_twice(path)
         target = self.local_path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        stream = StreamDigest(self._header.part_bytes)
+        stream = StreamDigest(self._block_bytes)
         write_direct(target, image, stream.update)
         self._entries[path] = self._entry(path, stream.digest())
 

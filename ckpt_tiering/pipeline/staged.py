@@ -30,8 +30,8 @@ def verified_copy(link: Path) -> Path:
         raise NotFoundError(f"checkpoint {link} is neither durable nor staged on this node")
     seal = decode_seal((shard / SEAL_NAME).read_bytes(), str(shard / SEAL_NAME))
     path = file.relative_to(shard / FILES_NAME).as_posix()
-    digests = [digest_of(entry) for entry in seal.files if entry.path == path]
-    if not digests or digest_file(file, seal.part_bytes) != digests[0]:
+    digest = next((digest_of(entry) for entry in seal.files if entry.path == path), None)
+    if digest is None or digest_file(file, digest.part_bytes) != digest:
         raise IntegrityError(
             f"{file} is not what was staged for save {seal.save_id}, which is not durable",
             hint="resume from an earlier checkpoint",

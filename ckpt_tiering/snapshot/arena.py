@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt_tiering.errors import CapacityError
+from ckpt_tiering.model.extent import GENERATION, HEADER_BYTES, PAGE_BYTES
 from ckpt_tiering.snapshot import cuda
 from ckpt_tiering.snapshot.memory import fits
 from ckpt_tiering.units import MIB, format_bytes
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Arena"]
 
-PAGE_BYTES = 4096
 # A signal (a profiler's, every 10 ms) makes the kernel undo and restart an allocation, so one call
 # asks for no more than it gets done in between.
 STRIDE_BYTES = 32 * MIB
@@ -44,6 +44,7 @@ class Arena:
     Attributes:
         fd: The descriptor, close-on-exec, the same until ``close``; -1 afterwards.
         capacity_bytes: Bytes that are there, a multiple of 4096; 0 at first.
+        generation: How often `begin` was called.
         contents: What the writer who filled the arena last knows it by, so that it need not write
             again what still stands. Whoever writes anything else sets it to None or its own.
     """
@@ -51,6 +52,7 @@ class Arena:
     def __init__(self, *, has_room: Callable[[int], bool] = fits) -> None:
         self.fd = os.memfd_create("ckpt-tiering", os.MFD_CLOEXEC)
         self.capacity_bytes = 0
+        self.generation = 0
         self.contents: object = None
         self._has_room = has_room
         self._close = weakref.finalize(self, os.close, self.fd)
@@ -80,26 +82,34 @@ class Arena:
         more = wanted - self.capacity_bytes
         if not self._has_room(more):
             raise _no_memory(more)
+        there = os.fstat(self.fd).st_size
         try:
-            _take_pages(self.fd, self.capacity_bytes, wanted)
-            mapping = mmap.mmap(self.fd, wanted)
+            _take_pages(self.fd, there, HEADER_BYTES + wanted)
+            mapping = mmap.mmap(self.fd, HEADER_BYTES + wanted)
         except BaseException as error:
-            os.ftruncate(self.fd, self.capacity_bytes)
+            os.ftruncate(self.fd, there)
             if isinstance(error, OSError) and error.errno in NO_MEMORY:
                 raise _no_memory(more) from error
             raise
         self._unpin()
         self._map = mapping
-        self._tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES)
         self.capacity_bytes = wanted
         _map_pages(self._tensor.data_ptr(), wanted)
+
+    def begin(self) -> int:
+        """Declare that what is in the arena is about to be overwritten; return the generation."""
+        self.generation += 1
+        os.pwrite(self.fd, GENERATION.pack(self.generation), 0)
+        return self.generation
 
     def write(self, offset: int, data: bytes) -> None:
         """Put bytes at an offset; they must fit."""
         if not 0 <= offset <= offset + len(data) <= self.capacity_bytes:
             raise ValueError(f"{len(data)} bytes at {offset} are beyond {self.capacity_bytes}")
         if self._map is not None:
-            self._map[offset : offset + len(data)] = data
+            start = HEADER_BYTES + offset
+            self._map[start : start + len(data)] = data
 
     def pin(self) -> None:
         """Register the memory with CUDA, so that copies from a GPU run at full speed, unwaited.

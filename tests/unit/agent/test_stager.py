@@ -15,6 +15,7 @@ from ckpt_tiering.agent.stager import Stager
 from ckpt_tiering.clock import SystemClock
 from ckpt_tiering.fsio import digest_file
 from ckpt_tiering.model.digest import crc64
+from ckpt_tiering.model.extent import GENERATION, HEADER_BYTES
 from ckpt_tiering.model.layout import SEAL_NAME, StagingLayout, StoreUrl
 from ckpt_tiering.model.seal import decode_seal
 
@@ -27,7 +28,10 @@ WAIT_S = 30.0
 
 
 def snapshot(
-    save_id: str = "000000000007-abcd", size_bytes: int = 10, **fields: object
+    save_id: str = "000000000007-abcd",
+    size_bytes: int = 10,
+    path: str = "state.pt",
+    **fields: object,
 ) -> Snapshot:
     values: dict[str, object] = {
         "run": RUN,
@@ -41,17 +45,18 @@ def snapshot(
         "node_rank": 0,
         "num_nodes": 1,
         "part_bytes": 4096,
-        "path": "state.pt",
-        "size_bytes": size_bytes,
+        "generation": 1,
+        "files": [{"path": path, "offset": 0, "size_bytes": size_bytes}],
     }
     return Snapshot.model_validate(values | fields)
 
 
 def memory_of(data: bytes) -> int:
     descriptor = os.memfd_create("test")
-    os.truncate(descriptor, -(-max(1, len(data)) // 4096) * 4096)
+    os.truncate(descriptor, HEADER_BYTES + -(-max(1, len(data)) // 4096) * 4096)
     with mmap.mmap(descriptor, 0) as mapping:
-        mapping[: len(data)] = data
+        mapping[:HEADER_BYTES] = GENERATION.pack(1).ljust(HEADER_BYTES, b"\0")
+        mapping[HEADER_BYTES : HEADER_BYTES + len(data)] = data
     return descriptor
 
 

@@ -31,7 +31,7 @@ def sized(path: str, size_bytes: int, part_bytes: int = 128 * MIB) -> FileEntry:
 @given(st.lists(st.sampled_from([0, 1, MIB, PACK_BELOW_BYTES - 1, PACK_BELOW_BYTES, 1 << 34])))
 def test_p13_large_files_are_objects_small_ones_lie_in_packs(sizes: list[int]) -> None:
     files = [sized(f"f{i}", size) for i, size in enumerate(sizes)]
-    objects, entries = plan_objects(ID, "n00000", files)
+    objects, entries = plan_objects(ID, "n00000", files, 128 * MIB)
     assert [e.path for e in entries] == [f.path for f in files]
     assert len({o.key for o in objects}) == len(objects)
     for entry in entries:
@@ -46,7 +46,7 @@ def test_p13_large_files_are_objects_small_ones_lie_in_packs(sizes: list[int]) -
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.binary(max_size=1200), min_size=1))
 def test_p3_the_checksum_of_a_pack_is_known_without_reading_it(contents: dict[str, bytes]) -> None:
     files = [file_entry(path, data) for path, data in contents.items()]
-    (planned,), _ = plan_objects(ID, "n00000", files)
+    (planned,), _ = plan_objects(ID, "n00000", files, 128 * MIB)
     (pack,) = plan_packs((f.path, f.size_bytes, f.mode) for f in files)
     archive = b"".join(m.header + contents[m.path] + m.padding for m in pack.members)
     archive += pack.trailer
@@ -62,25 +62,27 @@ def test_the_digest_goes_into_an_entry_and_back(data: bytes, part_bytes: int) ->
 
 def test_p2_a_plan_made_again_is_the_same() -> None:
     files = [sized("big", 20 * MIB), file_entry("a"), dir_entry("d"), link_entry("l", "a")]
-    assert plan_objects(ID, "n00000", files) == plan_objects(ID, "n00000", files)
+    assert plan_objects(ID, "n00000", files, 128 * MIB) == plan_objects(
+        ID, "n00000", files, 128 * MIB
+    )
 
 
 def test_links_and_directories_take_no_object() -> None:
     files = [dir_entry("d"), link_entry("l", "d")]
-    assert plan_objects(ID, "n00000", files) == ((), tuple(files))
+    assert plan_objects(ID, "n00000", files, 128 * MIB) == ((), tuple(files))
 
 
 def test_p5_b15_a_huge_file_is_planned_with_longer_parts() -> None:
-    (planned,), _ = plan_objects(ID, "n00000", [sized("huge", 1536 * GIB)])
+    (planned,), _ = plan_objects(ID, "n00000", [sized("huge", 1536 * GIB)], 128 * MIB)
     assert planned.part_bytes == 256 * MIB
 
 
 def test_p5_a_file_over_the_limit_is_named() -> None:
     with pytest.raises(CapacityError, match="'too/big'") as caught:
-        plan_objects(ID, "n00000", [sized("too/big", 60 << 40, 5 * GIB)])
+        plan_objects(ID, "n00000", [sized("too/big", 60 << 40, 5 * GIB)], 5 * GIB)
     assert caught.value.kind is ErrorKind.OBJECT_TOO_LARGE
 
 
 def test_p11_the_same_path_from_two_ranks_is_refused() -> None:
     with pytest.raises(FormatError, match="twice"):
-        plan_objects(ID, "n00000", [file_entry("a"), file_entry("a", rank=1)])
+        plan_objects(ID, "n00000", [file_entry("a"), file_entry("a", rank=1)], MIB)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckpt_tiering.errors import CapacityError
+from ckpt_tiering.model.extent import HEADER_BYTES
 from ckpt_tiering.snapshot import cuda
 from ckpt_tiering.snapshot.arena import Arena
 from ckpt_tiering.units import GIB, MIB
@@ -44,7 +45,7 @@ def test_growth_keeps_bytes_descriptor_and_earlier_views(arena: Arena) -> None:
     assert arena.tensor[:3].tolist() == [1, 2, 3]
     arena.tensor[1] = 9
     assert before[1] == 9
-    assert os.pread(fd, 3, 0) == b"\1\11\3"
+    assert os.pread(fd, 3, HEADER_BYTES) == b"\1\11\3"
 
 
 def test_what_fits_is_not_reserved_again(arena: Arena) -> None:
@@ -80,7 +81,7 @@ def test_memory_that_is_refused_changes_nothing() -> None:
     with pytest.raises(CapacityError, match="more of snapshot"):
         arena.reserve(4 * MIB)
     assert asked == [MIB, 3 * MIB]
-    assert arena.capacity_bytes == MIB == os.fstat(arena.fd).st_size
+    assert arena.capacity_bytes == MIB == os.fstat(arena.fd).st_size - HEADER_BYTES
     assert bool((arena.tensor == 7).all())
     arena.close()
 
@@ -94,7 +95,7 @@ def test_an_allocation_that_fails_midway_is_undone(arena: Arena) -> None:
             arena.reserve(64 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert arena.capacity_bytes == MIB == os.fstat(arena.fd).st_size
+    assert arena.capacity_bytes == MIB == os.fstat(arena.fd).st_size - HEADER_BYTES
     arena.reserve(64 * MIB)
 
 
@@ -107,7 +108,7 @@ def test_more_than_the_machine_has_is_refused_not_killed(arena: Arena) -> None:
 def test_bytes_are_written_within_bounds_only(arena: Arena) -> None:
     arena.reserve(4096)
     arena.write(4094, b"ab")
-    assert os.pread(arena.fd, 2, 4094) == b"ab"
+    assert os.pread(arena.fd, 2, HEADER_BYTES + 4094) == b"ab"
     for offset in (4095, -1):
         with pytest.raises(ValueError, match="beyond"):
             arena.write(offset, b"ab")
@@ -179,7 +180,7 @@ print(hashlib.sha256(os.pread(fd, os.fstat(fd).st_size, 0)).hexdigest())
 def test_another_process_keeps_the_memory(arena: Arena) -> None:
     arena.reserve(MIB)
     arena.tensor.copy_(torch.randint(0, 256, (MIB,), dtype=torch.uint8))
-    digest = hashlib.sha256(os.pread(arena.fd, MIB, 0)).hexdigest()
+    digest = hashlib.sha256(os.pread(arena.fd, HEADER_BYTES + MIB, 0)).hexdigest()
     with subprocess.Popen(
         [sys.executable, "-c", READER, str(arena.fd)],
         pass_fds=[arena.fd],

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.serialization import config as _config
 
 from ckpt_tiering.errors import CapacityError
+from ckpt_tiering.model.extent import HEADER_BYTES
 from ckpt_tiering.snapshot import walk as walk_module
 from ckpt_tiering.snapshot.arena import Arena
 from ckpt_tiering.snapshot.image import TorchImage, Unsupported
@@ -357,7 +358,7 @@ def test_the_file_survives_in_another_process(arena: Arena) -> None:
     length = TorchImage().capture(example(), arena)
     digest = hashlib.sha256(arena.tensor[:length].numpy().tobytes()).hexdigest()
     with subprocess.Popen(
-        [sys.executable, "-c", READER, str(arena.fd), str(length)],
+        [sys.executable, "-c", READER, str(arena.fd), str(HEADER_BYTES), str(length)],
         pass_fds=[arena.fd],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

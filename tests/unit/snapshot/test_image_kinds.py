@@ -24,6 +24,7 @@ from ckpt_tiering.snapshot.image import TorchImage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 # Not annotated by torch.
@@ -216,13 +217,14 @@ def test_the_file_holds_what_torch_save_writes(make: Callable[[], Any], arena: A
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_torch_load_reads_it(make: Callable[[], Any], arena: Arena) -> None:
+def test_torch_load_reads_it(make: Callable[[], Any], arena: Arena, tmp_path: Path) -> None:
     state = make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        captured(TorchImage(), state, arena)
+        file = tmp_path / "state.pt"
+        file.write_bytes(captured(TorchImage(), state, arena))
         for mmap in (False, True):
-            loaded = torch.load(f"/proc/self/fd/{arena.fd}", weights_only=False, mmap=mmap)
+            loaded = torch.load(file, weights_only=False, mmap=mmap)
             assert list(loaded) == list(state)
             assert stock(loaded)["data.pkl"] == stock(reloaded(state))["data.pkl"]
 
@@ -235,12 +237,13 @@ def reloaded(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def test_weights_only_and_computed_offsets_read_it(arena: Arena) -> None:
+def test_weights_only_and_computed_offsets_read_it(arena: Arena, tmp_path: Path) -> None:
     state = aliased() | misaligned()
-    captured(TorchImage(), state, arena)
+    file = tmp_path / "state.pt"
+    file.write_bytes(captured(TorchImage(), state, arena))
     for computed, mmap in itertools.product((False, True), repeat=2):
         with config.patch({"load.calculate_storage_offsets": computed}):
-            loaded = torch.load(f"/proc/self/fd/{arena.fd}", weights_only=True, mmap=mmap)
+            loaded = torch.load(file, weights_only=True, mmap=mmap)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(loaded[name], value)
@@ -281,8 +284,9 @@ with tempfile.NamedTemporaryFile() as file:
     arena, image = Arena(), TorchImage()
     for _ in range(2):
         tensor.to_local().add_(1)
-        image.capture({"weight": tensor, "local": tensor.to_local()}, arena)
-        loaded = torch.load(f"/proc/self/fd/{arena.fd}", weights_only=False)
+        length = image.capture({"weight": tensor, "local": tensor.to_local()}, arena)
+        data = arena.tensor[:length].numpy().tobytes()
+        loaded = torch.load(io.BytesIO(data), weights_only=False)
         assert type(loaded["weight"]) is type(tensor)
         assert loaded["weight"].placements == tensor.placements
         assert torch.equal(loaded["weight"].to_local(), tensor.to_local())
