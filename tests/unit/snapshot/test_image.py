@@ -348,9 +348,9 @@ def test_a_file_beyond_4_gib_is_laid_out(tmp_path: Path) -> None:
 
 READER = """
 import hashlib, os, sys
-fd, length = int(sys.argv[1]), int(sys.argv[2])
+fd, start, length = map(int, sys.argv[1:])
 sys.stdin.readline()
-print(hashlib.sha256(os.pread(fd, length, 0)).hexdigest())
+print(hashlib.sha256(os.pread(fd, length, start)).hexdigest())
 """
 
 
