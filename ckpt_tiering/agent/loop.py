@@ -45,6 +45,7 @@ from ckpt_tiering.observe.bus import EventLog
 from ckpt_tiering.observe.redact import redact
 from ckpt_tiering.pipeline.admit import Admission, admit, staged_directories
 from ckpt_tiering.retention import evictable
+from ckpt_tiering.stores.hot import HotFiles
 from ckpt_tiering.stores.opening import open_store
 
 if TYPE_CHECKING:
@@ -98,15 +99,16 @@ class Agent:
         self._new_settings: AgentSettings | None = None
         self._environment_changed = threading.Event()
         self._meter = Meter()
+        self._hot = HotFiles()
         self._log = EventLog(self._journal, layout.events)
         self._sessions = Sessions(
-            self._journal, self._clock, self._stop, self._meter, opener=opener
+            self._journal, self._clock, self._stop, self._meter, hot=self._hot, opener=opener
         )
         self._sessions.configure(self._settings)
         self._advancer = Advancer(self._journal, self._sessions, self._clock, layout.staging)
         self._removals = Removals(self._journal, self._sessions, self._clock)
-        self._stager = Stager(layout, self._clock, self._take_in, self._refuse)
-        self._server = Server(layout.agent_dir, self._handle, self._wake.set)
+        self._stager = Stager(layout, self._clock, self._hot, self._take_in, self._refuse)
+        self._server = Server(layout.agent_dir, self._handle, self._on_trainers)
         self._boot_id = boot_id()
         self._alone_since: float | None = self._clock.monotonic()
 
@@ -119,6 +121,11 @@ class Agent:
     def stop(self) -> None:
         """Ask the agent to give up the parts in hand and end. Safe in a signal handler."""
         self._stop.set()
+        self._wake.set()
+
+    def _on_trainers(self) -> None:
+        if not self._server.trainers:
+            self._hot.clear()
         self._wake.set()
 
     def _handle(

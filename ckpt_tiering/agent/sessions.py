@@ -18,6 +18,7 @@ from ckpt_tiering.model.ids import new_incarnation
 from ckpt_tiering.model.layout import StoreUrl
 from ckpt_tiering.pipeline.session import Session
 from ckpt_tiering.stores.base import Capabilities, ObjectStore
+from ckpt_tiering.stores.hot import HotFiles
 from ckpt_tiering.stores.opening import open_store
 from ckpt_tiering.stores.probe import probe
 
@@ -44,6 +45,7 @@ class Sessions:
         clock: For retries and bandwidth.
         stop: Ends all waiting.
         meter: Counts what is moved.
+        hot: Staged files that are still in memory.
         opener: `open_store`, or what tests put in front of it.
     """
 
@@ -54,11 +56,13 @@ class Sessions:
         stop: threading.Event,
         meter: Meter,
         *,
+        hot: HotFiles | None = None,
         opener: StoreOpener = open_store,
     ) -> None:
         self._journal = journal
         self._clock = clock
         self._meter = meter
+        self._hot = hot or HotFiles()
         self._opener = opener
         self._stop = stop
         self._settings = AgentSettings()
@@ -118,6 +122,7 @@ class Sessions:
             pool=self._pool,
             concurrency=concurrency,
             meter=self._meter,
+            hot=self._hot,
             on_send=self._throttle,
         )
         self._sessions[run] = session

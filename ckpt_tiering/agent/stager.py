@@ -7,7 +7,6 @@ trainer that dies after the hand-over loses nothing.
 from __future__ import annotations
 
 import mmap
-import os
 import queue
 import threading
 from typing import TYPE_CHECKING
@@ -16,8 +15,9 @@ from ckpt_tiering.agent.protocol import Staged
 from ckpt_tiering.errors import CkptTieringError
 from ckpt_tiering.fsio import remove_tree
 from ckpt_tiering.model.extent import HEADER_BYTES
-from ckpt_tiering.model.layout import SEAL_NAME
+from ckpt_tiering.model.layout import FILES_NAME, SEAL_NAME
 from ckpt_tiering.pipeline.stage import ShardWriter
+from ckpt_tiering.stores.hot import HotMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckpt_tiering.agent.protocol import Snapshot, SnapshotFile
     from ckpt_tiering.clock import Clock
     from ckpt_tiering.model.layout import StagingLayout
+    from ckpt_tiering.stores.hot import HotFiles
 
 __all__ = ["Stager"]
 
@@ -36,6 +37,7 @@ class Stager:
     Args:
         layout: The staging directory.
         clock: For the times in seals.
+        hot: Learns which files are still in memory after they were staged.
         take_in: Called with the directory of a save that was sealed.
         refused: Called with a snapshot that can't be staged, and why.
     """
@@ -44,11 +46,13 @@ class Stager:
         self,
         layout: StagingLayout,
         clock: Clock,
+        hot: HotFiles,
         take_in: Callable[[Path], None],
         refused: Callable[[Snapshot, str], None],
     ) -> None:
         self._layout = layout
         self._clock = clock
+        self._hot = hot
         self._take_in = take_in
         self._refused = refused
         self._queue: queue.SimpleQueue[tuple[Snapshot, int, Callable[[Staged], None]] | None] = (
@@ -88,15 +92,17 @@ class Stager:
         while (item := self._queue.get()) is not None:
             snapshot, descriptor, answer = item
             error = None
+            memory = HotMemory(descriptor, snapshot.generation)
             try:
                 directory = self._write(snapshot, descriptor)
-                self._take_in(directory)
+                files = directory / FILES_NAME
+                self._hot.put(memory, {files / f.path: f.offset for f in snapshot.files})
+                self._take_in(directory.parent)
             except Exception as caught:  # noqa: BLE001  one snapshot must not stop the next ones
                 known = isinstance(caught, CkptTieringError | OSError)
                 error = str(caught) if known else f"{type(caught).__name__}: {caught}"
                 self._refused(snapshot, error)
-            finally:
-                os.close(descriptor)
+            del memory  # closed here, unless the upload is to read it
             answer(Staged(save_id=snapshot.save_id, error=error))
             with self._lock:
                 self._held = self._held[1:]
@@ -105,7 +111,7 @@ class Stager:
         header = snapshot.header()
         directory = self._layout.rank_dir(header.url, header.save_id, header.rank)
         if (directory / SEAL_NAME).exists():
-            return directory.parent  # an agent before this one got so far
+            return directory  # an agent before this one got so far
         remove_tree(directory, inside=self._layout.staging)
         writer = ShardWriter(self._layout, header, self._clock, snapshot_at=snapshot.snapshot_at)
         try:
@@ -115,7 +121,7 @@ class Stager:
         except BaseException:
             writer.discard()
             raise
-        return directory.parent
+        return directory
 
 
 def _write_file(writer: ShardWriter, file: SnapshotFile, descriptor: int) -> None:

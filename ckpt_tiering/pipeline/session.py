@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckpt_tiering.stores.hot import HotFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,6 +31,7 @@ class Session:
         pool: Threads for requests.
         concurrency: Number of requests to keep in flight.
         meter: Counts what is moved.
+        hot: Staged files that are still in memory.
         on_send: Called with the number of bytes about to leave; throttles.
     """
 
@@ -38,6 +41,7 @@ class Session:
     pool: ThreadPoolExecutor
     concurrency: int
     meter: Meter
+    hot: HotFiles = field(default_factory=HotFiles)
     on_send: Callable[[int], None] | None = None
 
     def call(self, request: Callable[[], T]) -> T:

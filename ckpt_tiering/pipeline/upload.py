@@ -1,7 +1,8 @@
 """Second stage: every object of a save to the store, resuming what an earlier agent began.
 
-Bytes leave straight from the staged files, one window a request. Each part carries the checksum
-taken at staging; a part that the store has is never sent again.
+Bytes leave straight from the trainer's memory while it holds them, otherwise from the staged files,
+one window a request. Each part carries the checksum taken at staging; a part that the store has is
+never sent again.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def upload(journal: Journal, session: Session, save: SaveRow, now: Callable[[], 
     ]
     session.run_all(task for job in jobs for task in job.send())
     session.run_all(job.complete for job in jobs if job.is_multipart)
+    session.hot.drop(Path(save.directory))
     uploaded_at = now()
     event = Event(
         kind=EventKind.UPLOADED,
@@ -120,14 +122,18 @@ class _ObjectUpload:
 
     def _pieces(self, start: int, size_bytes: int) -> tuple[BytesPiece | FilePiece, ...]:
         if not self._object.is_pack:
-            return (FilePiece(self._path(self._files[0]), start, size_bytes),)
+            return (self._piece(self._files[0], start, size_bytes),)
         (pack,) = plan_packs((f.entry.path, f.entry.size_bytes, f.entry.mode) for f in self._files)
         pieces: list[BytesPiece | FilePiece] = []
         for member, file in zip(pack.members, self._files, strict=True):
             pieces.append(BytesPiece(member.header))
-            pieces.append(FilePiece(self._path(file), 0, member.size_bytes))
+            pieces.append(self._piece(file, 0, member.size_bytes))
             pieces.append(BytesPiece(member.padding))
         return (*pieces, BytesPiece(pack.trailer))
+
+    def _piece(self, file: FileRow, start: int, size_bytes: int) -> FilePiece:
+        path = self._path(file)
+        return FilePiece(path, start, size_bytes, self._session.hot.find(path))
 
     def _part_crcs(self) -> tuple[PartCrc, ...]:
         return digest_of(self._files[0].entry).regroup(self._object.part_bytes)

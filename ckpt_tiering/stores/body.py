@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from ckpt_tiering.stores.hot import HotFile
+
 __all__ = ["Body", "BodyReader", "BytesPiece", "FilePiece"]
 
 WINDOW_BYTES = 1 << 20
@@ -48,15 +50,21 @@ class FilePiece:
         path: The file; opened at each window, so that thousands of pieces hold no descriptor.
         offset: Where the piece starts in the file.
         size_bytes: Length of the piece.
+        hot: The same file in memory, which is faster while it lasts.
     """
 
     path: Path
     offset: int
     size_bytes: int
+    hot: HotFile | None = None
 
     def read(self, start: int, size_bytes: int) -> bytes:
         """Return at most ``size_bytes`` from offset ``start``; raise if the file is too short."""
         wanted = min(size_bytes, self.size_bytes - start)
+        if self.hot is not None:
+            data = self.hot.read(self.offset + start, wanted)
+            if data is not None:
+                return data
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:

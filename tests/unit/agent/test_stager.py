@@ -18,6 +18,8 @@ from ckpt_tiering.model.digest import crc64
 from ckpt_tiering.model.extent import GENERATION, HEADER_BYTES
 from ckpt_tiering.model.layout import SEAL_NAME, StagingLayout, StoreUrl
 from ckpt_tiering.model.seal import decode_seal
+from ckpt_tiering.stores.body import FilePiece
+from ckpt_tiering.stores.hot import HotFiles, HotMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,16 +71,21 @@ class Desk:
         self.refused: list[str] = []
         self.answers: list[Staged] = []
         self._answered = threading.Semaphore(0)
+        self.hot = HotFiles()
         self.stager = Stager(
-            layout, SystemClock(), self.taken.append, lambda _, why: self.refused.append(why)
+            layout,
+            SystemClock(),
+            self.hot,
+            self.taken.append,
+            lambda _, why: self.refused.append(why),
         )
 
-    def put(self, message: Snapshot, data: bytes) -> Staged:
+    def put(self, message: Snapshot, data: bytes, memory: int | None = None) -> Staged:
         def answer(staged: Staged) -> None:
             self.answers.append(staged)
             self._answered.release()
 
-        self.stager.put(message, memory_of(data), answer)
+        self.stager.put(message, memory_of(data) if memory is None else memory, answer)
         assert self._answered.acquire(timeout=WAIT_S)
         return self.answers[-1]
 
@@ -107,6 +114,23 @@ def test_p3_file_and_digest_are_those_of_the_memory(desk: Desk, size: int) -> No
     assert seal.snapshot_at == 5.0
     assert desk.taken == [shard.parent]
     assert desk.stager.held == ()
+
+
+def test_p7_the_memory_is_read_only_while_it_holds_the_snapshot(desk: Desk) -> None:
+    descriptor = memory_of(b"0123456789")
+    assert desk.put(snapshot(), b"0123456789", os.dup(descriptor)).error is None
+    file = desk.shard("000000000007-abcd") / "f" / "state.pt"
+    hot = desk.hot.find(file)
+    piece = FilePiece(file, 2, 5, hot)
+    assert hot is not None
+    assert hot.read(0, 10) == b"0123456789"
+    os.pwrite(descriptor, b"xxxxxxxxxx", HEADER_BYTES)  # no trainer does, without saying so
+    assert piece.read(0, 9) == b"xxxxx"
+    os.pwrite(descriptor, GENERATION.pack(2), 0)
+    assert hot.read(0, 10) is None
+    assert piece.read(0, 9) == b"23456"
+    desk.hot.put(HotMemory(descriptor, 2), {})
+    assert desk.hot.find(file) is None
 
 
 def test_p1_what_a_dead_agent_began_is_written_anew(desk: Desk) -> None:
