@@ -7,13 +7,15 @@ it is used.
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ckpt_tiering.agent.ledger import DurableSave, Status
 from ckpt_tiering.agent.saver import STATE_FILE, Saver
-from ckpt_tiering.errors import WaitTimeoutError
+from ckpt_tiering.errors import ConfigError, WaitTimeoutError
 from ckpt_tiering.model.catalog import SaveInfo
 from ckpt_tiering.model.layout import SEAL_NAME
 from ckpt_tiering.pipeline.stage import SavedState, StagedSave
@@ -22,6 +24,8 @@ from ckpt_tiering.reader import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ckpt_tiering.dcp.sharded import ShardedSaver
 
 __all__ = [
     "DurableSave",
@@ -50,6 +54,45 @@ class TieredCheckpointer(Saver):
             concurrency=self.config.concurrency,
             clock=self._clock,
         )
+
+    @cached_property
+    def _sharded(self) -> ShardedSaver:
+        from ckpt_tiering.dcp.sharded import ShardedSaver  # torch only if needed
+
+        return ShardedSaver(self)
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any] | str | Path,
+        *,
+        sharded: bool | None = None,
+        **options: Any,
+    ) -> str:
+        """Save a state dict or a directory of files.
+
+        A state whose tensors are spread over ranks becomes a DCP checkpoint, which all ranks save
+        together; see `ckpt_tiering.dcp.ShardedSaver`. Any other becomes a ``torch.save`` file,
+        ``state.pt``, of this process alone.
+
+        Args:
+            step: Training step.
+            state: What to save.
+            sharded: Whether all ranks save together; by default, if the state has sharded tensors.
+            **options: ``name`` and ``metadata`` of `stage`; of a sharded save also ``extra`` and
+                ``directory``.
+
+        Returns:
+            The save id.
+
+        Raises:
+            CkptTieringError: As of `stage`, and of `ckpt_tiering.dcp.ShardedSaver.save`.
+        """
+        if isinstance(state, Mapping) and (_is_sharded(state) if sharded is None else sharded):
+            return self._sharded.save(step, state, **options)
+        return super().save(step, state, **options)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -124,10 +167,19 @@ class TieredCheckpointer(Saver):
         map_location: Any = "cpu",
         weights_only: bool = True,
     ) -> Any:
-        """Return the state that `save` was given; arguments as of ``torch.load``."""
+        """Return the state that `save` was given; arguments as of ``torch.load``.
+
+        Raises:
+            ConfigError: The save is sharded.
+        """
         from ckpt_tiering.snapshot.torch_file import read_state  # torch only if needed
 
         info = self.resolve(save) if isinstance(save, str) else save
+        if info.metadata.get("format") == "dcp":
+            raise ConfigError(
+                f"save {info.save_id} is a sharded one, of several files",
+                hint="restore it into a directory, and load that with torch's dcp.load",
+            )
         path = self.fetch(info, STATE_FILE)
         return read_state(path, map_location=map_location, weights_only=weights_only)
 
@@ -207,3 +259,24 @@ class TieredCheckpointer(Saver):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# Where the kinds of sharded tensors live. What was never imported is not in any state.
+_SHARDED_KINDS = {
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._shard.sharded_tensor": "ShardedTensor",
+}
+
+
+def _is_sharded(state: Mapping[str, Any]) -> bool:
+    loaded = [(sys.modules.get(module), name) for module, name in _SHARDED_KINDS.items()]
+    kinds = tuple(kind for module, name in loaded if (kind := getattr(module, name, None)))
+    return bool(kinds) and _holds(state, kinds)
+
+
+def _holds(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds(part, kinds) for part in value.values())
+    if isinstance(value, list):
+        return any(_holds(part, kinds) for part in value)
+    return isinstance(value, kinds)

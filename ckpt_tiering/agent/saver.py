@@ -89,6 +89,7 @@ class Saver:
             "num_nodes": num_nodes,
         }
         self._repeats: dict[int, int] = {}
+        self._has_saved = False
         self._names: dict[str, str] = {}
         self._resumed: SaveInfo | None = None
         self._image: TorchImage | None = None
@@ -124,7 +125,7 @@ class Saver:
         shape = {"ranks_on_node": ranks_on_node, "node_rank": node_rank, "num_nodes": num_nodes}
         if (rank, shape, incarnation) == (self._rank, self._shape, self._incarnation):
             return
-        if self._repeats:
+        if self._has_saved:
             raise ConfigError(
                 f"rank {rank} has saved by itself before all ranks saved together",
                 hint="use one checkpointer for saves of one rank and another for those of all",
@@ -152,6 +153,7 @@ class Saver:
         *,
         name: str | None = None,
         metadata: Mapping[str, str | int | float | bool | None] | None = None,
+        repeat: int | None = None,
     ) -> Iterator[StagedSave]:
         """Stage a save: write its files inside the ``with`` block, which ends when it is sealed.
 
@@ -162,6 +164,7 @@ class Saver:
             name: A name to find the save by; saving a name again asks for the removal of the
                 older save of that name.
             metadata: Facts to keep with the save.
+            repeat: What `reserve` returned for it.
 
         Raises:
             AgentError: The agent could not be started.
@@ -170,7 +173,7 @@ class Saver:
             SaveFailedError: An earlier save failed for good (``on_failure="raise"``).
         """
         begin = self._begin_save(step)
-        save_id = self._next_id(step)
+        save_id = self._next_id(step, repeat)
         writer = ShardWriter(self._layout, self._header(save_id, name, metadata), self._clock)
         staged = StagedSave(save_id, writer)
         try:
@@ -192,10 +195,26 @@ class Saver:
         self._ledger.began(step)
         return self._clock.monotonic()
 
-    def _next_id(self, step: int) -> SaveId:
+    def reserve(self, step: int) -> int:
+        """Count a save of a step before it is made, and whatever becomes of it.
+
+        Ranks that save together agree on the save's id without talking: each counts every attempt,
+        so that what one rank failed to add to a save is never added by a later attempt.
+        """
         repeat = self._repeats.get(step, 0)
         self._repeats[step] = repeat + 1
-        return SaveId(step, self._incarnation, repeat)
+        return repeat
+
+    def _next_id(self, step: int, repeat: int | None = None) -> SaveId:
+        self._has_saved = True
+        return SaveId(step, self._incarnation, self.reserve(step) if repeat is None else repeat)
+
+    def abandon(self, step: int, repeat: int) -> None:
+        """Ask that what there is of an attempt goes: a rank failed, so it can't become whole."""
+        save_id = str(SaveId(step, self._incarnation, repeat))
+        options = self.config.store_options.model_dump_json()
+        self._ledger.unwanted(save_id)
+        self._agent.tell(Drop(run=str(self._url), store_options=options, save_id=save_id))
 
     def _header(
         self,
@@ -267,12 +286,15 @@ class Saver:
         save_id = self.save_source(step, StateFile(file, state, self._image), **options)
         return SavedState(save_id, self.local_path(save_id, file))
 
-    def save_source(self, step: int, source: Source, **options: Any) -> str:
+    def save_source(
+        self, step: int, source: Source, *, repeat: int | None = None, **options: Any
+    ) -> str:
         """Save the files of a source: in memory if there is room, otherwise on disk.
 
         Args:
             step: Training step.
             source: The files.
+            repeat: What `reserve` returned for it.
             **options: ``name`` and ``metadata`` of `stage`.
 
         Returns:
@@ -285,10 +307,10 @@ class Saver:
         captured_at = self._clock.now()
         captured = self._memory.capture(source)
         if captured is None:
-            with self.stage(step, **options) as staged:
+            with self.stage(step, repeat=repeat, **options) as staged:
                 source.write(staged.open)
             return staged.save_id
-        header = self._header(self._next_id(step), **options)
+        header = self._header(self._next_id(step, repeat), **options)
         header.seal((), captured_at, captured_at)  # refuses what can't be written down, now
         save_id = str(header.save_id)
         snapshot = Snapshot.of(header, captured_at, captured.generation, captured.extents)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tiering.snapshot.arena import Arena
     from ckpt_tiering.snapshot.walk import Walk
 
-__all__ = ["Layout", "PickleDiffersError", "lay_out"]
+__all__ = ["Layout", "PickleDiffersError", "Sink", "lay_out"]
 
 # Counters and random states change the pickle's length a little from save to save. What follows
 # a pickle's end is ignored, as the documentation of `pickle.load` says, so the record is longer.
@@ -77,7 +77,7 @@ class PickleDiffersError(Exception):
     """Our pickle of a state is not what ``torch.save`` makes of it."""
 
 
-class _Sink:
+class Sink:
     """A file that is written front to back with gaps; keeps the bytes and where the gaps are."""
 
     def __init__(self) -> None:
@@ -86,11 +86,13 @@ class _Sink:
         self._position = 0
 
     def write(self, data: memoryview) -> int:
+        """Append bytes; return how many."""
         self.pieces[-1][1].extend(data)
         self._position += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Leave a gap; return the position behind it."""
         end = offset + (self._position if whence else 0)
         self.gaps.append((self._position, end - self._position))
         self._position = end
@@ -98,10 +100,11 @@ class _Sink:
         return end
 
     def tell(self) -> int:
+        """Return the position."""
         return self._position
 
     def flush(self) -> None:
-        pass
+        """Do nothing."""
 
 
 def _substitute(walk: Walk, room: int, later: ExitStack, *, compare: bool) -> Any:
@@ -133,20 +136,24 @@ def _substitute(walk: Walk, room: int, later: ExitStack, *, compare: bool) -> An
     return SimpleNamespace(__name__="pickle", Pickler=Pickler)
 
 
-def lay_out(state: Mapping[str, Any], walk: Walk, *, compare: bool) -> Layout:
+def lay_out(
+    state: Mapping[str, Any], walk: Walk, *, compare: bool, room: int | None = None
+) -> Layout:
     """Plan the file of a state by letting ``torch.save`` write it without the data.
 
     Args:
         state: The state.
         walk: What `walk` made of it.
         compare: Pickle once more, as ``torch.save`` does, and refuse any difference.
+        room: Length of the record of the pickle; a little more than it takes now by default.
 
     Raises:
         PickleDiffersError: There is one.
         Unsupported: torch refuses, or this version of it writes files otherwise than expected.
     """
-    room = -(-(len(walk.pickled) + SPARE_BYTES) // ROUND_BYTES) * ROUND_BYTES
-    sink = _Sink()
+    if room is None:
+        room = -(-(len(walk.pickled) + SPARE_BYTES) // ROUND_BYTES) * ROUND_BYTES
+    sink = Sink()
     with ExitStack() as later:
         module = _substitute(walk, room, later, compare=compare)
         try:
@@ -171,7 +178,7 @@ def lay_out(state: Mapping[str, Any], walk: Walk, *, compare: bool) -> Layout:
     )
 
 
-def _find_pickle(sink: _Sink, pickled: bytes, room: int) -> tuple[int, tuple[int, int]]:
+def _find_pickle(sink: Sink, pickled: bytes, room: int) -> tuple[int, tuple[int, int]]:
     """Find the first record, ``data.pkl``, and the two places that hold its checksum."""
     head = sink.pieces[0][1]
     flags, name_bytes, extra_bytes = struct.unpack_from("<6xH18x2H", head)
