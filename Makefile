@@ -13,6 +13,10 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 
+BENCH_VENV  := .venv-bench
+BENCH_READY := $(BENCH_VENV)/.ready
+BENCH_PIP   := $(BENCH_VENV)/bin/python -m pip --disable-pip-version-check --quiet
+
 .PHONY: help setup demo test lint fmt bench clean
 
 help: ## show this list
@@ -43,8 +47,17 @@ fmt: $(READY) ## let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## measure, print and plot: see benchmarks/
-	$(BIN)/python benchmarks/run.py $(ARGS)
+bench: $(BENCH_READY) ## measure ours and the rivals: see benchmarks/
+	$(BENCH_VENV)/bin/python -m benchmarks.run $(ARGS)
+
+# One of the rivals pins an older boto3 than ours is tested with: all of them get their own place.
+$(BENCH_READY): pyproject.toml constraints.txt benchmarks/constraints.txt
+	@test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_PIP) install $(PIP_ARGS) --upgrade 'pip>=25.1'
+	grep -vE '^(awscrt|boto3|botocore)==' constraints.txt > $(BENCH_VENV)/constraints.txt
+	$(BENCH_PIP) install $(PIP_ARGS) --constraint $(BENCH_VENV)/constraints.txt \
+	  --constraint benchmarks/constraints.txt --group bench --editable '.[dcp,lightning,plots]'
+	@touch $@
 
 clean: ## remove caches and build output; the virtual environment stays
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

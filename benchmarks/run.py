@@ -1,164 +1,181 @@
-"""What a save costs and how long durability takes, beside the plain ways, in one interleaved run.
+"""What a save costs training and how long durability takes: ours, the floor and the rivals.
 
-    make bench ARGS="--mib 256 --rounds 5"
+    make bench                                              # all of it: about an hour
+    make bench ARGS="--sizes 256MiB --variants ours,memcpy,dcp_process --repeats 2"
+    make bench ARGS="--report benchmarks/results/2026-12-03T091500Z.jsonl --write-docs"
 
-Every round runs all variants in a new order against one SeaweedFS server; what is printed are
-medians and ratios of the same run. On a shared machine absolute numbers mean nothing.
+Every variant runs in a process of its own for each size and repeat; repeats interleave all variants
+in an order shuffled by the seed. JSON lines and plots go to ``benchmarks/results``, tables and
+verdicts to stderr. On shared machines absolute seconds mean nothing: read the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import statistics
+import sys
 import tempfile
-from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import boto3
-import torch
 from rich.console import Console
-from rich.table import Table
 
-from ckpt_tiering import TieredCheckpointer
+from benchmarks.jobs import Job, run_job
+from benchmarks.machine import describe
+from benchmarks.plot import draw
+from benchmarks.registry import VARIANTS
+from benchmarks.sink_process import SinkProcess
+from benchmarks.sizes import Size
+from benchmarks.summary import read_lines, summaries
+from benchmarks.tables import print_tables
+from benchmarks.verdicts import verdicts
+from benchmarks.write_docs import write_docs
 from ckpt_tiering.clock import SystemClock
-from ckpt_tiering.units import MIB
-
-try:
-    from examples.quickstart.weed import WeedServer
-except ModuleNotFoundError:  # run as a script, whose folder is on the path instead of the root
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from examples.quickstart.weed import WeedServer
+from ckpt_tiering.units import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator
 
-NUM_TENSORS = 300
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+SIZES = "512MiB,1GiB,2GiB,5000x1KiB"
 CLOCK = SystemClock()
+CONSOLE = Console(stderr=True, width=None if sys.stderr.isatty() else 170)
 
 
-def make_state(mib: int) -> dict[str, torch.Tensor]:
-    """Return random tensors of ``mib`` MiB together."""
-    each = mib * MIB // 4 // NUM_TENSORS
-    return {f"layer.{i}.weight": torch.randn(each) for i in range(NUM_TENSORS)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """What is measured in one run."""
+
+    sizes: tuple[Size, ...]
+    variants: tuple[str, ...]
+    repeats: int
+    saves: int
+    seed: int
+    is_quick: bool
+    scratch: Path
+
+    def jobs(self) -> Iterator[tuple[int, str, Size]]:
+        """Yield repeat, variant and size; within each repeat and size in a new order."""
+        order = random.Random(self.seed)
+        for repeat in range(self.repeats):
+            for size in self.sizes:
+                for variant in order.sample(self.variants, len(self.variants)):
+                    yield repeat, variant, size
 
 
-def write_and_sync(state: Mapping[str, Any], path: Path) -> None:
-    """Write a state as a careful loop without us would: torch.save, then fsync."""
-    with path.open("wb") as file:
-        torch.save(dict(state), file)
-        os.fsync(file.fileno())
+def measure(campaign: Campaign, server: SinkProcess, results: Path) -> None:
+    """Run all jobs, one after another; append their lines to a file as they come."""
+    skipped: set[str] = set()
+    bucket = server.new_bucket()
+    todo = list(campaign.jobs())
+    with results.open("a") as file:
+        for number, (repeat, variant, size) in enumerate(todo, start=1):
+            if variant in skipped:
+                continue
+            CONSOLE.print(f"[{number}/{len(todo)}] repeat {repeat}, {size.label}, {variant}")
+            job = Job(
+                variant=variant,
+                size=size,
+                repeat=repeat,
+                saves=campaign.saves,
+                is_quick=campaign.is_quick,
+                scratch=campaign.scratch,
+                bucket=bucket,
+                prefix=f"{size.label}/{variant}/{repeat}",
+            )
+            for line in run_job(job, server):
+                if line["kind"] in {"skipped", "failed"}:
+                    CONSOLE.print(f"  {line['kind']}: {variant}: {line['reason']}", markup=False)
+                if line["kind"] == "skipped":
+                    skipped.add(variant)
+                file.write(json.dumps(line) + "\n")
+            file.flush()
 
 
-class Variants:
-    """The ways to save that are compared. Each returns stall and time to durable in seconds."""
-
-    def __init__(self, server: WeedServer, home: Path, state: Mapping[str, torch.Tensor]) -> None:
-        self._home = home
-        self._bucket = server.new_bucket()
-        self._client = boto3.client("s3")
-        self._ours = TieredCheckpointer(f"s3://{self._bucket}/ours", staging=home / "nvme")
-        self._ours.start()
-        self._step = 0
-        self._copies = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-
-    def ours(self, state: Mapping[str, Any]) -> tuple[float, float]:
-        """Save to NVMe, upload, verify, commit; durable means compared and committed."""
-        self._step += 1
-        start = CLOCK.monotonic()
-        self._ours.save(self._step, state)
-        stall = CLOCK.monotonic() - start
-        self._ours.wait()
-        return stall, CLOCK.monotonic() - start
-
-    def memcpy(self, state: Mapping[str, Any]) -> tuple[float, float]:
-        """Copy every tensor into memory that is there: what no snapshot can do without."""
-        start = CLOCK.monotonic()
-        for name, tensor in state.items():
-            self._copies[name].copy_(tensor)
-        stall = CLOCK.monotonic() - start
-        return stall, stall
-
-    def disk_only(self, state: Mapping[str, Any]) -> tuple[float, float]:
-        """torch.save and fsync to the same disk, which is not durable if the node is lost."""
-        start = CLOCK.monotonic()
-        write_and_sync(state, self._home / "plain.pt")
-        stall = CLOCK.monotonic() - start
-        return stall, stall
-
-    def disk_then_boto3(self, state: Mapping[str, Any]) -> tuple[float, float]:
-        """torch.save to disk, then boto3's upload_file with its defaults, on the caller's thread.
-
-        Its object is never compared with anything: what is measured is the return of the call.
-        """
-        start = CLOCK.monotonic()
-        write_and_sync(state, self._home / "plain.pt")
-        self._client.upload_file(str(self._home / "plain.pt"), self._bucket, f"b/{self._step}.pt")
-        total = CLOCK.monotonic() - start
-        return total, total
-
-    def close(self) -> None:
-        """Let go of the agent."""
-        self._ours.close()
-
-
-def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Run all variants interleaved; return medians by variant."""
-    stalls: dict[str, list[float]] = defaultdict(list)
-    durables: dict[str, list[float]] = defaultdict(list)
-    for name in [n for n in os.environ if n.startswith("AWS_")]:
-        del os.environ[name]
-    with WeedServer() as server, tempfile.TemporaryDirectory() as home:
-        os.environ.update(server.env())
-        state = make_state(mib)
-        variants = Variants(server, Path(home), state)
-        ways: list[Callable[[Mapping[str, Any]], tuple[float, float]]] = [
-            variants.ours,
-            variants.memcpy,
-            variants.disk_only,
-            variants.disk_then_boto3,
-        ]
-        for number in range(rounds + 1):
-            for way in random.sample(ways, len(ways)):
-                stall, durable = way(state)
-                if number:  # the first round warms up: page cache, connections, the probe
-                    stalls[way.__name__].append(stall)
-                    durables[way.__name__].append(durable)
-        variants.close()
-    return {
-        name: {
-            "stall_s": statistics.median(stalls[name]),
-            "durable_s": statistics.median(durables[name]),
-        }
-        for name in stalls
+def new_results(campaign: Campaign, options: argparse.Namespace, out: Path) -> Path:
+    """Start a file with a line on date, machine and settings."""
+    out.mkdir(parents=True, exist_ok=True)
+    machine = describe(campaign.scratch, CLOCK.now())
+    path = out / f"{machine['date'].replace(':', '')}.jsonl"
+    head = {
+        "kind": "run",
+        **machine,
+        "seed": campaign.seed,
+        "repeats": campaign.repeats,
+        "saves": campaign.saves,
+        "rate_bytes_per_s": options.rate,
     }
+    path.write_text(json.dumps(head) + "\n")
+    return path
+
+
+def report(path: Path, *, with_docs: bool) -> None:
+    """Summarise a file of results: table, verdicts, plot, and the document if asked for."""
+    lines = read_lines(path)
+    found = summaries(lines)
+    checked = verdicts(found)
+    with path.open("a") as file:
+        for summary in found if not any(line["kind"] == "summary" for line in lines) else ():
+            file.write(json.dumps({"kind": "summary", **summary.as_dict()}) + "\n")
+    print_tables(CONSOLE, found, checked)
+    draw(found, path.with_suffix(".png"))
+    CONSOLE.print(f"{path}\n{path.with_suffix('.png')}", markup=False)
+    if with_docs:
+        write_docs(DOCUMENT, lines, found, checked)
+        CONSOLE.print(str(DOCUMENT))
+
+
+def parsed() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="make bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sizes", default=SIZES, help="such as 1GiB, or 5000x1KiB")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="by default all")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each variant and size")
+    parser.add_argument("--saves", type=int, default=3, help="of each process, after the first")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--rate", type=parse_bytes, help="of the link to the server, in a second")
+    parser.add_argument("--scratch", type=Path, help="folder on the disk to measure")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for results")
+    parser.add_argument("--quick", action="store_true", help="few, short steps: only a trial")
+    parser.add_argument("--report", type=Path, help="measure nothing, read these results")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/benchmarks.md")
+    options = parser.parse_args()
+    options.variants = tuple(options.variants.split(","))
+    if unknown := set(options.variants) - VARIANTS.keys():
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    options.sizes = tuple(Size.parse(text) for text in options.sizes.split(","))
+    return options
 
 
 def main() -> None:
-    """Measure, print a table to stderr and one JSON line to stdout."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=128, help="size of the state")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    medians = measure(options.mib, options.rounds)
-    table = Table(title=f"{options.mib} MiB, medians of {options.rounds} interleaved rounds")
-    for column in ("way", "stall s", "vs memcpy", "durable s", "vs disk, then boto3"):
-        table.add_column(column, justify="left" if column == "way" else "right")
-    for name, figures in medians.items():
-        table.add_row(
-            name,
-            f"{figures['stall_s']:.3f}",
-            f"{figures['stall_s'] / medians['memcpy']['stall_s']:.2f} x",
-            f"{figures['durable_s']:.3f}",
-            f"{figures['durable_s'] / medians['disk_then_boto3']['durable_s']:.2f} x",
-        )
-    Console(stderr=True).print(table)
-    print(json.dumps({"mib": options.mib, "rounds": options.rounds, "medians": medians}))
+    """Measure and report, or only report."""
+    options = parsed()
+    path: Path | None = options.report
+    if path is None:
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-", dir=options.scratch) as scratch,
+            SinkProcess(bytes_per_s=options.rate) as server,
+        ):
+            campaign = Campaign(
+                sizes=options.sizes,
+                variants=options.variants,
+                repeats=options.repeats,
+                saves=options.saves,
+                seed=options.seed,
+                is_quick=options.quick,
+                scratch=Path(scratch),
+            )
+            path = new_results(campaign, options, options.out)
+            measure(campaign, server, path)
+    report(path, with_docs=options.write_docs)
 
 
 if __name__ == "__main__":
