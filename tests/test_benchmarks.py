@@ -175,6 +175,7 @@ def bench(*arguments: str) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.timeout(300)  # four processes that import torch, one after the other
 def test_a_tiny_run(tmp_path: Path) -> None:
     names = ["ours", "memcpy", "torch_save"]
     bench(
