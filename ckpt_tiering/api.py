@@ -146,16 +146,29 @@ class TieredCheckpointer(Saver):
 
     def restore(
         self,
-        into: str | Path,
+        into: str | Path | dict[str, Any],
         save: SaveInfo | str = "latest",
         *,
         progress: Callable[[int], None] = lambda _: None,
     ) -> SaveInfo:
-        """Bring all files of a save into a directory of the user's; every byte is verified.
+        """Bring a save back; every byte is verified.
+
+        Args:
+            into: A directory of the user's, which gets all files; or a state dict, into which a
+                sharded save is loaded in place. All ranks do that together, each its own part.
+            save: The save. When ranks load together, what it means on rank 0.
+            progress: Called with the number of bytes that came into a directory.
 
         Raises:
             CkptTieringError: As of `resolve` and `fetch`.
         """
+        if isinstance(into, dict):
+            from ckpt_tiering.dcp.loading import load_into  # torch only if needed
+
+            def wanted() -> SaveInfo:
+                return self.resolve(save) if isinstance(save, str) else save
+
+            return load_into(into, wanted, self._reader, self._sharded.exchange)
         info = self.resolve(save) if isinstance(save, str) else save
         self._reader.restore(info, Path(into), progress=progress)
         return info
@@ -177,8 +190,8 @@ class TieredCheckpointer(Saver):
         info = self.resolve(save) if isinstance(save, str) else save
         if info.metadata.get("format") == "dcp":
             raise ConfigError(
-                f"save {info.save_id} is a sharded one, of several files",
-                hint="restore it into a directory, and load that with torch's dcp.load",
+                f"save {info.save_id} is a sharded one, which is loaded into a state that is there",
+                hint="call restore(into=state) on all ranks",
             )
         path = self.fetch(info, STATE_FILE)
         return read_state(path, map_location=map_location, weights_only=weights_only)

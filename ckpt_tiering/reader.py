@@ -28,6 +28,7 @@ from ckpt_tiering.model.findings import Finding, Problem, SaveCheck
 from ckpt_tiering.model.ids import SaveId
 from ckpt_tiering.model.layout import StagingLayout, StoreUrl, check_relative_path
 from ckpt_tiering.observe.bus import append_line
+from ckpt_tiering.pipeline.ranges import Deliver, RangesReport, read_ranges
 from ckpt_tiering.pipeline.recheck import recheck
 from ckpt_tiering.pipeline.resolve import (
     Catalog,
@@ -46,11 +47,12 @@ from ckpt_tiering.stores.base import Capabilities
 from ckpt_tiering.stores.opening import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from ckpt_tiering.config import StoreOptions
     from ckpt_tiering.model.manifest import FileEntry
+    from ckpt_tiering.model.ranges import ByteRange
 
 __all__ = ["Reader"]
 
@@ -306,10 +308,27 @@ class Reader:
         )
         return report
 
+    def read_ranges(
+        self, whole: WholeSave, ranges: Sequence[ByteRange], deliver: Deliver
+    ) -> RangesReport:
+        """Read ranges of files of a save; see `pipeline.ranges.read_ranges`."""
+        save, url = whole.info, StoreUrl.parse(whole.info.run)
+        here = self._layout.restored_dir(url, save.id) if self._layout else None
+        with self._session(url) as session:
+            return read_ranges(
+                session,
+                whole.nodes,
+                ranges,
+                deliver,
+                local_copies=lambda entry: self._copies(url, save.id, entry, here),
+                tell=lambda kind, fields: self._report(kind, save, **fields),
+            )
+
     def _copies(
-        self, url: StoreUrl, save_id: SaveId, entry: FileEntry, target: Path
+        self, url: StoreUrl, save_id: SaveId, entry: FileEntry, target: Path | None
     ) -> Iterable[Path]:
-        yield target / entry.path
+        if target is not None:
+            yield target / entry.path
         if self._layout is not None:
             saved = self._layout.save_dir(url, save_id)
             yield self._layout.staged_file(saved, entry.rank, entry.path)
@@ -327,7 +346,7 @@ class Reader:
             check_relative_path(path)
         target = self._layout.restored_dir(StoreUrl.parse(save.run), save.id)
         make_private(self._layout.staging)
-        with _locked(target):
+        with _lock(target, wait=True):
             self._forget_others(target)
             self.restore(save, target, wanted=lambda p: path in (None, p), share=True)
         return target if path is None else target / path
@@ -336,11 +355,10 @@ class Reader:
         """Delete what was restored of other saves, unless another process has it in hand."""
         for other in target.parent.iterdir():
             if other.is_dir() and other != target:
-                lock = other.with_name(other.name + ".lock")
-                with _try_lock(lock) as free:
+                with _lock(other, wait=False) as free:
                     if free:
                         remove_tree(other, inside=target.parent)
-                        lock.unlink(missing_ok=True)
+                        other.with_name(other.name + ".lock").unlink(missing_ok=True)
 
     def _report(self, kind: EventKind, save: SaveInfo, **fields: str | float) -> None:
         if self._layout is None or not self._layout.agent_dir.is_dir():
@@ -364,26 +382,17 @@ def _named(root: StoreUrl, save_id: SaveId, reference: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of a restore; the ranks of a node take turns."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(
-        target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-    )
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _try_lock(path: Path) -> Iterator[bool]:
+def _lock(target: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a restore, if it is free or can be waited for; ranks take turns."""
+    path = target.with_name(target.name + ".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = True
+        except BlockingIOError:
+            held = False
+        yield held
     finally:
         os.close(descriptor)

@@ -134,8 +134,11 @@ class AgentClient:
         with self._lock:
             self._hello = hello
             if self.is_connected:
-                self.close()
-                self.start()
+                before, self._connection = self._connection, None
+                self.start()  # first: an agent that nobody listens to may end
+                if before is not None:
+                    before.shutdown(socket.SHUT_RDWR)
+                    before.close()
 
     def _introduce(self) -> socket.socket:
         """Connect and say hello; an agent that is just ending is not waited for but followed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ckpt_tiering.dcp.reader import TieredStorageReader
 from ckpt_tiering.dcp.sharded import ShardedSaver
 from ckpt_tiering.dcp.writer import TieredStorageWriter
 
-__all__ = ["ShardedSaver", "TieredStorageWriter"]
+__all__ = ["ShardedSaver", "TieredStorageReader", "TieredStorageWriter"]

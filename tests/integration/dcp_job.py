@@ -150,6 +150,20 @@ class Job:
             into = state()
             stock_load(into, target / "d.ckpt")
             loaded = full(into)
+            fresh = TieredCheckpointer(f"{self.store}/fsdp", staging=self.out / f"fresh{self.rank}")
+            for number, reader in enumerate((saver, fresh)):
+                again = state()
+                for part in (*model.parameters(), *optimizer.state.values()):
+                    for tensor in part.values() if isinstance(part, dict) else [part]:
+                        tensor.data.fill_(7)
+                self.found[f"resumed{number}"] = [
+                    reader.restore(into=again, save="latest").step,
+                    all(
+                        torch.equal(v, expected[k]) if isinstance(v, torch.Tensor) else True
+                        for k, v in full(again).items()
+                    ),
+                ]
+            fresh.close()
             self.found["equal"] = loaded.keys() == expected.keys() and all(
                 torch.equal(loaded[k], v) if isinstance(v, torch.Tensor) else loaded[k] == v
                 for k, v in expected.items()
