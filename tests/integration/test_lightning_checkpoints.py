@@ -13,10 +13,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.tuner.tuning import Tuner
 
 from ckpt_tiering.errors import ConfigError, IntegrityError
+from ckpt_tiering_lightning.companion import TieringCompanion
 from tests.integration.lightning_job import Node, TinyModel, every, resume, tiered, trainer
 
 if TYPE_CHECKING:
@@ -286,22 +287,18 @@ def test_spawned_ranks_bring_their_weights_back(bucket_url: str, node: Node) -> 
 # --- strategies that would save past us ---------------------------------------------------------
 
 
-def test_a_strategy_that_bypasses_the_io_is_refused_at_setup(
-    bucket_url: str, node: Node, monkeypatch: pytest.MonkeyPatch
+def test_deepspeed_is_refused_at_setup_until_its_engine_is_there(
+    bucket_url: str, node: Node
 ) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    by = trainer(node, tiered(bucket_url, node), max_steps=1, strategy=strategy)
-    try:
-        with pytest.raises(ConfigError, match="ModelParallelStrategy") as raised:
-            by.fit(TinyModel(), ckpt_path="last")
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    assert "ddp" in str(raised.value.hint)
+    io = tiered(bucket_url, node)
+    by: Any = trainer(node, io, max_steps=1)
+    # It can't be made without the package.
+    strategy: Any = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+    strategy._checkpoint_io = io
+    by._accelerator_connector.strategy = strategy
+    with pytest.raises(ConfigError, match="DeepSpeed") as raised:
+        TieringCompanion().setup(by, TinyModel(), "fit")
+    assert "DDP" in str(raised.value.hint)
 
 
 # --- Fabric -------------------------------------------------------------------------------------

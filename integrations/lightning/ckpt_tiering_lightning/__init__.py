@@ -15,5 +15,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ckpt_tiering_lightning.checkpoint_io import TieredCheckpointIO
+from ckpt_tiering_lightning.fabric import attach
 
-__all__ = ["TieredCheckpointIO"]
+__all__ = ["TieredCheckpointIO", "attach"]

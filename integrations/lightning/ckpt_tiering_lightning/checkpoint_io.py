@@ -14,20 +14,16 @@ from ckpt_tiering.api import TieredCheckpointer
 from ckpt_tiering.errors import FormatError
 from ckpt_tiering_lightning import resume
 from ckpt_tiering_lightning.agreement import decided_by_rank_zero, succeed_together
+from ckpt_tiering_lightning.links import is_staged, unlink_staged
 from ckpt_tiering_lightning.locate import OrdinaryFile, StagedLink, locate
-from ckpt_tiering_lightning.names import (
-    Places,
-    is_link_into,
-    is_remote,
-    is_scratch,
-    place_link,
-    tidy,
-)
+from ckpt_tiering_lightning.names import Places, is_remote, is_scratch, place_link, tidy
 
 if TYPE_CHECKING:
     from ckpt_tiering.api import SaveInfo
+    from ckpt_tiering_lightning.locate import Found
+    from ckpt_tiering_lightning.names import SaveName
 
-__all__ = ["TieredCheckpointIO"]
+__all__ = ["TieredCheckpointIO", "file_of", "is_sharded"]
 
 log = logging.getLogger(__name__)
 # Where a training loop of Fabric's may keep its step; Lightning's own checkpoints have the first.
@@ -43,10 +39,11 @@ class TieredCheckpointIO(CheckpointIO):
     """Saves checkpoints to NVMe and returns; an agent beside training ships them to the store.
 
     ``Trainer(plugins=[TieredCheckpointIO("s3://bucket/run-42", staging="/nvme/ckpt")])`` is all
-    that a script needs; for single device and DDP, and for Fabric with the same two. Paths keep
-    their meaning: a saved path becomes a link to the staged file, so `best_model_path` and
-    ``load_from_checkpoint`` work while the copy on NVMe is there, and loading it through a trainer
-    works anywhere, also on a node that has never seen it.
+    that a script needs; for single device, DDP, FSDP and ``ModelParallelStrategy``. Fabric takes
+    it in the same way for the first two; see `attach` for the others. Paths keep their meaning: a
+    saved path becomes a link to the staged file (sharded: a directory of links), so
+    `best_model_path` and ``load_from_checkpoint`` work while the copy on NVMe is there, and loading
+    it through a trainer works anywhere, also on a node that has never seen it.
 
     Cheap to construct, and picklable: neither starts an agent nor reaches a store. Fabric never
     says when training is over: end with ``io.close()``, or leave what is staged to the agent.
@@ -56,6 +53,12 @@ class TieredCheckpointIO(CheckpointIO):
         staging: Directory on a node-local disk; None to take it from ``CKPT_TIERING_STAGING`` or
             the configuration file.
         **options: Fields of `ckpt_tiering.config.TieringConfig`.
+
+    Attributes:
+        in_background: Whether nobody looks at the file right after a save.
+        every_rank_saves: Whether checkpoints are sharded, so that each rank has a part to save.
+        weights_only: What the trainer was told when it was asked to load; strategies that shard
+            are not told.
 
     Raises:
         ConfigError: An option is unknown, has a bad value, or contradicts another.
@@ -68,7 +71,9 @@ class TieredCheckpointIO(CheckpointIO):
     def _begin(self) -> None:
         self._checkpointer = TieredCheckpointer(**self._arguments)
         self._in_use = False
-        self.in_background = False  # whether nobody looks at the file right after a save
+        self.in_background = False
+        self.every_rank_saves = False
+        self.weights_only: bool | None = None
         self._places = Places()
         self._staged: dict[str, str] = {}  # save ids by name
         self._loaded: SaveInfo | None = None
@@ -99,7 +104,7 @@ class TieredCheckpointIO(CheckpointIO):
         self._places = places
 
     def start(self) -> None:
-        """Make sure that this node's agent runs. Only for the rank that saves."""
+        """Make sure that this node's agent runs. Only for ranks that save."""
         self._in_use = True
         self._checkpointer.start()
 
@@ -132,17 +137,26 @@ class TieredCheckpointIO(CheckpointIO):
             return
         self.start()
         self.mark_resumed()
-        name = self._places.name_of(reference)
-        metadata = _metadata(checkpoint) | {"file": name.file}
-        step = self._step_of(checkpoint)
+        step, name, metadata = self.describe(checkpoint, reference)
         saved = self._checkpointer.save_state(
             step, checkpoint, file=name.file, name=name.name, metadata=metadata
         )
-        if not self.in_background:
-            self._checkpointer.wait_staged()
-        self._staged[name.name] = saved.save_id
+        self.saved(name.name, saved.save_id)
         if not is_remote(reference):
             _link(reference, saved.local_path)
+
+    def describe(
+        self, checkpoint: dict[str, Any], reference: str
+    ) -> tuple[int, SaveName, dict[str, Any]]:
+        """Return a checkpoint's step, what it is called in the store, and facts to keep with it."""
+        name = self._places.name_of(reference)
+        return self._step_of(checkpoint), name, _metadata(checkpoint) | {"file": name.file}
+
+    def saved(self, name: str, save_id: str) -> None:
+        """Note a save; unless in the background, wait until this rank's files are on NVMe."""
+        if not self.in_background:
+            self._checkpointer.wait_staged()
+        self._staged[name] = save_id
 
     def load_checkpoint(
         self,
@@ -169,21 +183,37 @@ class TieredCheckpointIO(CheckpointIO):
         reference = tidy(path)
         if is_scratch(reference):
             return _torch_load(path, map_location, weights_only)
-        found = decided_by_rank_zero(
-            lambda: locate(self._checkpointer, reference, self._places, self._staged)
-        )
+        found = self.find(reference)
         if isinstance(found, OrdinaryFile):
             return _torch_load(found.path, map_location, weights_only)
-        file = succeed_together(lambda: self._bring(found))
+        file = succeed_together(lambda: self.bring(found))
         checkpoint = _torch_load(file, map_location, weights_only)
-        if not isinstance(found, StagedLink):
-            self._loaded, self._marked = found, False
+        self.loaded(found)
         return checkpoint
 
-    def _bring(self, found: SaveInfo | StagedLink) -> Path:
+    def find(self, reference: str) -> Found:
+        """Find what a reference means on rank 0. A collective; errors as of `load_checkpoint`."""
+        return decided_by_rank_zero(
+            lambda: locate(self._checkpointer, reference, self._places, self._staged)
+        )
+
+    def bring(self, found: SaveInfo | StagedLink) -> Path:
+        """Bring the file that a checkpoint consists of to this node.
+
+        Raises:
+            FormatError: It does not consist of one file, or is not Lightning's.
+            CkptTieringError: As of `load_checkpoint`.
+        """
         if isinstance(found, StagedLink):
+            _refuse_shards(found.path, found.is_directory)
             return self._checkpointer.staged_copy(found.path)
-        return self._checkpointer.fetch(found, _file_of(found))
+        _refuse_shards(found.url, is_sharded(found))
+        return self._checkpointer.fetch(found, file_of(found))
+
+    def loaded(self, found: Found) -> None:
+        """Note that the state is what was found: training may go on from it."""
+        if not isinstance(found, StagedLink | OrdinaryFile):
+            self._loaded, self._marked = found, False
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Ask for a checkpoint to be removed; does not block.
@@ -196,14 +226,14 @@ class TieredCheckpointIO(CheckpointIO):
             TorchCheckpointIO().remove_checkpoint(path)
             return
         if not is_remote(reference):
-            Path(reference).unlink(missing_ok=True)
+            unlink_staged(reference, self._checkpointer.config.staging)
         self.start()  # a request needs somebody to hear it
         self._checkpointer.request_removal(self._places.name_of(reference).name)
 
     def _is_ordinary(self, path: str) -> bool:
         if is_remote(path):
             return False
-        return Path(path).exists() and not is_link_into(path, self._checkpointer.config.staging)
+        return Path(path).exists() and not is_staged(path, self._checkpointer.config.staging)
 
     def teardown(self) -> None:
         """Wait until what is staged is durable, at most `drain_timeout`, and let go of the agent.
@@ -224,7 +254,7 @@ class TieredCheckpointIO(CheckpointIO):
         self._loaded, self._marked = None, False
 
     def mark_resumed(self) -> None:
-        """Protect the checkpoint that training goes on from. Only for the rank that saves."""
+        """Protect the checkpoint that training goes on from. Only for ranks that save."""
         if self._loaded is not None and not self._marked:
             self._marked = True
             self._checkpointer.mark_resumed(self._loaded)
@@ -262,7 +292,26 @@ def _metadata(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _file_of(save: SaveInfo) -> str:
+def is_sharded(save: SaveInfo) -> bool:
+    """Return whether a save has a part of each rank."""
+    return bool(save.metadata.get("sharded"))
+
+
+def _refuse_shards(place: str, sharded: bool) -> None:
+    if sharded:
+        raise FormatError(
+            f"{place} is a sharded checkpoint, which only strategies that shard can load",
+            hint="load it with ModelParallelStrategy or FSDPStrategy; or restore it to a directory"
+            " and make one file of it with `lightning.pytorch.utilities.consolidate_checkpoint`",
+        )
+
+
+def file_of(save: SaveInfo) -> str:
+    """Return the path, within a save of Lightning's, of its file or of the directory of its shards.
+
+    Raises:
+        FormatError: It is no save of Lightning's.
+    """
     file = save.metadata.get("file")
     if save.metadata.get("framework") != "lightning" or not isinstance(file, str):
         raise FormatError(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt_tiering.errors import ErrorKind, NotFoundError, WaitTimeoutError
-from ckpt_tiering_lightning.names import is_last, is_link_into, is_remote
+from ckpt_tiering_lightning.links import is_staged
+from ckpt_tiering_lightning.names import is_last, is_remote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,13 +38,15 @@ class OrdinaryFile:
 
 @dataclass(frozen=True, slots=True)
 class StagedLink:
-    """A link to a file that is staged here and not durable yet.
+    """A link to a file, or a directory of links, that is staged here and not durable yet.
 
     Attributes:
-        path: The link.
+        path: The link, or the directory.
+        is_directory: Which of them it is, on rank 0.
     """
 
     path: str
+    is_directory: bool = False
 
 
 Found: TypeAlias = "SaveInfo | StagedLink | OrdinaryFile"
@@ -153,7 +156,7 @@ def _locate_path(
 ) -> Found:
     config = checkpointer.config
     there = Path(path).exists()
-    if there and not is_link_into(path, config.staging):
+    if there and not is_staged(path, config.staging):
         return OrdinaryFile(path)
     name = places.name_of(path).name
     checkpointer.settle_pending()
@@ -166,7 +169,7 @@ def _locate_path(
         return found
     if there:
         log.warning("%s is staged but not durable: loading the staged copy", path)
-        return StagedLink(path)
+        return StagedLink(path, Path(path).is_dir())
     if found is None and is_last(path):
         # `save_last="link"` makes a link to the newest checkpoint, which is no save of its own.
         found = newest(checkpointer)

@@ -14,42 +14,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-)
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from ckpt_tiering_lightning.agreement import decided_by_rank_zero
+from ckpt_tiering_lightning.links import is_staged
 from ckpt_tiering_lightning.locate import newest, reference_to
-from ckpt_tiering_lightning.names import is_link_into, is_remote
+from ckpt_tiering_lightning.names import is_remote
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from ckpt_tiering.api import TieredCheckpointer
     from ckpt_tiering_lightning.checkpoint_io import TieredCheckpointIO
 
 __all__ = ["BYPASSING", "install"]
 
-# Their sharded saves and their loads never reach a `CheckpointIO`.
-BYPASSING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+# Its saves and loads never reach a `CheckpointIO`, and are not taken over.
+BYPASSING = (DeepSpeedStrategy,)
 _METHOD = "_parse_ckpt_path"
 _PARAMETERS = ["self", "state_fn", "ckpt_path", "model_provided", "model_connected"]
+_RUN = "_run"
+_RUN_PARAMETERS = ["self", "model", "ckpt_path", "weights_only"]
 _INSTALLED = "_ckpt_tiering_installed"
 log = logging.getLogger(__name__)
 
 
 def install(io_type: type[TieredCheckpointIO]) -> None:
-    """Wrap Lightning's choice of ``ckpt_path``, once.
+    """Wrap Lightning's choice of ``ckpt_path``, and what it is told about loading it, once.
 
     A Lightning whose method is not the one we know is left alone, and a warning says what does not
     work then.
     """
+    _install_choice(io_type)
+    _install_weights_only(io_type)
+
+
+def _install_choice(io_type: type[TieredCheckpointIO]) -> None:
     original = getattr(_CheckpointConnector, _METHOD, None)
     if getattr(original, _INSTALLED, False):
         return
@@ -85,6 +88,27 @@ def install(io_type: type[TieredCheckpointIO]) -> None:
     setattr(_CheckpointConnector, _METHOD, parse)
 
 
+def _install_weights_only(io_type: type[TieredCheckpointIO]) -> None:
+    """Keep what ``fit(weights_only=...)`` says, which Lightning drops for sharding strategies."""
+    original = getattr(Trainer, _RUN, None)
+    if original is None or getattr(original, _INSTALLED, False):
+        return
+    if list(inspect.signature(original).parameters) != _RUN_PARAMETERS:
+        return  # before 2.6 there is no such argument
+
+    @functools.wraps(original)
+    def run(
+        self: Trainer, model: Any, ckpt_path: Any = None, weights_only: bool | None = None
+    ) -> Any:
+        io = self.strategy.checkpoint_io
+        if isinstance(io, io_type):
+            io.weights_only = weights_only
+        return original(self, model, ckpt_path=ckpt_path, weights_only=weights_only)
+
+    setattr(run, _INSTALLED, True)
+    setattr(Trainer, _RUN, run)
+
+
 def _means_last(connector: Any, state_fn: TrainerFn, ckpt_path: str | Path | None) -> bool:
     if ckpt_path is not None:
         return ckpt_path == "last"
@@ -102,7 +126,11 @@ def _last(trainer: Trainer, checkpointer: TieredCheckpointer) -> str | None:
     if trainer.world_size > 1:
         # All ranks need one answer, and Lightning would make the process group only later. It does
         # nothing the second time.
-        trainer.strategy.setup_environment()
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            # The rest of its setup needs the model, which it does not have yet.
+            trainer.strategy._setup_distributed()  # noqa: SLF001
+        else:
+            trainer.strategy.setup_environment()
     return decided_by_rank_zero(lambda: _choose(trainer, checkpointer))
 
 
@@ -130,6 +158,6 @@ def _newest_file(trainer: Trainer, staging: Path) -> str | None:
     files = [
         Path(path)
         for path in candidates
-        if not is_remote(path) and Path(path).exists() and not is_link_into(path, staging)
+        if not is_remote(path) and Path(path).exists() and not is_staged(path, staging)
     ]
     return str(max(files, key=lambda file: file.stat().st_mtime)) if files else None
